@@ -1,0 +1,312 @@
+"""Every setting of a run, as frozen strict dataclasses. The YAML under `configs/` must match this.
+
+There are no defaults here: they live in `configs/` and nowhere else, since that is what users read.
+Lengths are tokens, sizes are rows, times are seconds unless a name says otherwise.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import ConfigDict
+
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+StageName = Literal["distill", "medusa1", "draft", "evaluate"]
+STAGE_ORDER: tuple[StageName, ...] = ("distill", "medusa1", "draft", "evaluate")
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def _require(*checks: tuple[bool, str]) -> None:
+    """Raise one ValueError that lists the message of every check that does not hold."""
+    faults = [message for holds, message in checks if not holds]
+    if faults:
+        raise ValueError("; ".join(faults))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PathsConfig:
+    """Where stages read and write; null means a folder of that name under the run's own folder."""
+
+    __pydantic_config__ = _STRICT
+    distill: str | None
+    medusa1: str | None
+    draft: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The backbone: a hub name, a folder, a GGUF file, `package:NAME`, or `random:llama`."""
+
+    __pydantic_config__ = _STRICT
+    name: str
+    revision: str | None
+    dtype: DTypeName
+    attention: Literal["sdpa", "eager"]
+    device: str
+    device_map: str | None
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptsConfig:
+    """Which prompts are answered and how they are split."""
+
+    __pydantic_config__ = _STRICT
+    path: str | None
+    system: str | None
+    calibration_share: float
+    test_share: float
+    max_train: int | None
+    max_calibration: int | None
+    max_test: int | None
+
+    def __post_init__(self) -> None:
+        shares = (self.calibration_share, self.test_share)
+        _require(
+            (min(shares) > 0, f"calibration_share and test_share must be above 0, got {shares}"),
+            (sum(shares) < 1, f"calibration_share + test_share must be below 1, got {shares}"),
+            *(
+                (value is None or value >= 1, f"{name} must be at least 1 or null, got {value}")
+                for name, value in (
+                    ("max_train", self.max_train),
+                    ("max_calibration", self.max_calibration),
+                    ("max_test", self.max_test),
+                )
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistillConfig:
+    """How the model answers the training prompts. Calibration prompts are answered greedily."""
+
+    __pydantic_config__ = _STRICT
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    batch_size: int
+    hidden_states: bool
+
+    def __post_init__(self) -> None:
+        _require(
+            (self.temperature >= 0, f"temperature must be at least 0, got {self.temperature}"),
+            (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
+            (self.max_new_tokens >= 2, f"max_new_tokens must be >= 2, got {self.max_new_tokens}"),
+            (self.batch_size >= 1, f"batch_size must be at least 1, got {self.batch_size}"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadsConfig:
+    """The architecture of the heads; `vocab_size` is for `reduced` only."""
+
+    __pydantic_config__ = _STRICT
+    num_heads: int
+    num_layers: int
+    lm_head: Literal["own", "shared", "reduced"]
+    vocab_size: int | None
+
+    def __post_init__(self) -> None:
+        _require(
+            (1 <= self.num_heads <= 16, f"num_heads must be 1 to 16, got {self.num_heads}"),
+            (0 <= self.num_layers <= 8, f"num_layers must be 0 to 8, got {self.num_layers}"),
+            (
+                self.lm_head != "shared" or self.num_layers >= 1,
+                "lm_head=shared with num_layers=0 leaves nothing to train; use num_layers=1",
+            ),
+            (
+                (self.lm_head == "reduced") == (self.vocab_size is not None),
+                f"vocab_size={self.vocab_size} with lm_head={self.lm_head}: "
+                "give a size with lm_head=reduced and null otherwise",
+            ),
+            (
+                self.vocab_size is None or self.vocab_size >= 2,
+                f"vocab_size must be at least 2, got {self.vocab_size}",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """One training run: sizes are rows, `max_steps` cuts `epochs` short, intervals are steps."""
+
+    __pydantic_config__ = _STRICT
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    schedule: Literal["cosine", "linear", "constant"]
+    warmup_ratio: float
+    grad_clip: float
+    epochs: int
+    max_steps: int | None
+    batch_size: int
+    micro_batch_size: int
+    compute_dtype: DTypeName
+    log_every: int
+    eval_every: int
+    save_every: int
+    keep_checkpoints: int
+
+    def __post_init__(self) -> None:
+        positive = ("epochs", "batch_size", "micro_batch_size", "log_every", "eval_every")
+        positive += ("save_every", "keep_checkpoints")
+        _require(
+            (self.lr > 0, f"lr must be above 0, got {self.lr}"),
+            (self.weight_decay >= 0, f"weight_decay must be at least 0, got {self.weight_decay}"),
+            (all(0 <= beta < 1 for beta in self.betas), f"betas must be in [0, 1): {self.betas}"),
+            (0 <= self.warmup_ratio <= 1, f"warmup_ratio must be 0 to 1, got {self.warmup_ratio}"),
+            (self.grad_clip > 0, f"grad_clip must be above 0, got {self.grad_clip}"),
+            (
+                self.max_steps is None or self.max_steps >= 1,
+                f"max_steps must be at least 1 or null, got {self.max_steps}",
+            ),
+            *(
+                (getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+                for name in positive
+            ),
+            (
+                self.micro_batch_size < 1 or self.batch_size % self.micro_batch_size == 0,
+                f"batch_size={self.batch_size} is not a multiple of "
+                f"micro_batch_size={self.micro_batch_size}",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Medusa1Config:
+    """Heads on a frozen backbone: head k's loss is weighted `head_weight ** k`."""
+
+    __pydantic_config__ = _STRICT
+    head_weight: float
+    hidden_states: Literal["auto", "cached", "online"]
+    optim: OptimConfig
+
+    def __post_init__(self) -> None:
+        _require((self.head_weight > 0, f"head_weight must be above 0, got {self.head_weight}"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftConfig:
+    """The draft-model baseline: the target's first layers, distilled; or an existing `model`."""
+
+    __pydantic_config__ = _STRICT
+    model: str | None
+    num_layers: int
+    vocab_size: int | None
+    optim: OptimConfig
+
+    def __post_init__(self) -> None:
+        _require(
+            (self.num_layers >= 1, f"num_layers must be at least 1, got {self.num_layers}"),
+            (
+                self.vocab_size is None or self.vocab_size >= 2,
+                f"vocab_size must be at least 2 or null, got {self.vocab_size}",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateConfig:
+    """What is measured. `tree` is `auto` (searched) or a list of rank paths such as [[0],[0,0]]."""
+
+    __pydantic_config__ = _STRICT
+    num_prompts: int
+    max_new_tokens: int
+    gammas: tuple[int, ...]
+    tree: Literal["auto"] | tuple[tuple[int, ...], ...]
+    tree_sizes: tuple[int, ...]
+    max_rank: int
+    latency_repeats: int
+    warmup_prompts: int
+    bootstrap_samples: int
+
+    def __post_init__(self) -> None:
+        _require(
+            (self.num_prompts >= 1, f"num_prompts must be at least 1, got {self.num_prompts}"),
+            (self.max_new_tokens >= 1, f"max_new_tokens must be >= 1, got {self.max_new_tokens}"),
+            (
+                bool(self.gammas) and all(gamma >= 1 for gamma in self.gammas),
+                f"gammas needs at least one number, all at least 1, got {list(self.gammas)}",
+            ),
+            (
+                bool(self.tree_sizes) and all(1 <= size <= 256 for size in self.tree_sizes),
+                f"tree_sizes needs at least one number from 1 to 256, got {list(self.tree_sizes)}",
+            ),
+            (self.max_rank >= 1, f"max_rank must be at least 1, got {self.max_rank}"),
+            (self.latency_repeats >= 5, f"latency_repeats must be >= 5: {self.latency_repeats}"),
+            (self.warmup_prompts >= 0, f"warmup_prompts must be >= 0, got {self.warmup_prompts}"),
+            (self.bootstrap_samples >= 100, f"bootstrap_samples: {self.bootstrap_samples} < 100"),
+            (
+                self.tree == "auto" or len(self.tree) > 0,
+                "tree is an empty list; use auto or at least one path such as [[0]]",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepSpeedConfig:
+    """Which engine trains: `auto` is plain torch for one process, DeepSpeed for several."""
+
+    __pydantic_config__ = _STRICT
+    engine: Literal["auto", "torch", "deepspeed"]
+    zero_stage: int
+
+    def __post_init__(self) -> None:
+        _require((self.zero_stage in (1, 2, 3), f"zero_stage is 1, 2 or 3, got {self.zero_stage}"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackConfig:
+    """Weights & Biases; the JSONL file beside it is always written."""
+
+    __pydantic_config__ = _STRICT
+    mode: Literal["online", "offline", "disabled"]
+    project: str
+    entity: str | None
+    group: str | None
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A whole run. One recipe drives all its stages."""
+
+    __pydantic_config__ = _STRICT
+    run_name: str
+    description: str
+    seed: int
+    stages: tuple[StageName, ...]
+    paths: PathsConfig
+    model: ModelConfig
+    prompts: PromptsConfig
+    distill: DistillConfig
+    heads: HeadsConfig
+    medusa1: Medusa1Config
+    draft: DraftConfig
+    evaluate: EvaluateConfig
+    deepspeed: DeepSpeedConfig
+    track: TrackConfig
+
+    def __post_init__(self) -> None:
+        order = [STAGE_ORDER.index(stage) for stage in self.stages]
+        tree = () if self.evaluate.tree == "auto" else self.evaluate.tree
+        depth = max((len(path) for path in tree), default=0)
+        _require(
+            (bool(self.stages), f"stages is empty; choose from {', '.join(STAGE_ORDER)}"),
+            (
+                order == sorted(set(order)),
+                f"stages={list(self.stages)} must each stand once, in the order "
+                f"{', '.join(STAGE_ORDER)}",
+            ),
+            (
+                depth <= self.heads.num_heads,
+                f"evaluate.tree is {depth} deep, but heads.num_heads={self.heads.num_heads}: "
+                "a path may be at most as long as there are heads",
+            ),
+            (
+                self.medusa1.hidden_states != "cached" or self.distill.hidden_states,
+                "medusa1.hidden_states=cached needs distill.hidden_states=true",
+            ),
+            (self.run_name.strip() != "", "run_name is empty"),
+        )

@@ -1,0 +1,29 @@
+"""Errors that speak to the person who can fix them: what was found, expected, and what to change.
+
+The command line prints the message of a `MedusaError` without a traceback and leaves with its
+`exit_status`. Anything else is a fault of this package and keeps its traceback.
+"""
+
+
+class MedusaError(Exception):
+    """Base of all errors that a user can do something about."""
+
+    exit_status = 1
+
+
+class ConfigError(MedusaError):
+    """A setting is unknown, of the wrong type, or does not go with another one."""
+
+    exit_status = 2
+
+
+class ModelError(MedusaError):
+    """A model, tokenizer or set of heads is missing or does not fit."""
+
+
+class DataError(MedusaError):
+    """Prompts or rows are missing, empty or malformed."""
+
+
+class CheckpointError(MedusaError):
+    """A stage folder or checkpoint is damaged, or belongs to another run."""

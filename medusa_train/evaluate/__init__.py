@@ -1,0 +1,1 @@
+"""Layer 3: acceptance, tree search, speed and the report."""

@@ -1,0 +1,146 @@
+"""Medusa heads: residual blocks over the final hidden state, then an LM head.
+
+Head k (from 0) at position t predicts token t + k + 2. Block weights and biases start at zero and
+the LM head as a copy of the backbone's, so an untrained head equals the base LM head bit for bit.
+Architecture after Cai et al. 2024 (arXiv 2401.10774), section 2.1.1.
+
+Legend: P positions, K heads, V vocabulary of the heads, D hidden size.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medusa_train.ops.loss import IGNORE, linear_cross_entropy
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsShape:
+    """All that is needed to build heads of the right sizes, and to refuse wrong files."""
+
+    num_heads: int
+    num_layers: int
+    lm_head: Literal["own", "shared", "reduced"]
+    hidden_size: int
+    vocab_size: int  # of the backbone's LM head
+    head_vocab_size: int  # of the heads: smaller than vocab_size only for `reduced`
+
+
+class ResBlock(nn.Module):
+    """`x + silu(W x + b)` with W and b starting at zero: the identity."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[P, D] -> [P, D]."""
+        return hidden + F.silu(self.linear(hidden))
+
+
+class MedusaHead(nn.Module):
+    """One head. `lm_head` is [V, D]; a shared one is passed to the calls and not owned."""
+
+    def __init__(self, shape: HeadsShape) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(ResBlock(shape.hidden_size) for _ in range(shape.num_layers)))
+        self.lm_head = None
+        if shape.lm_head != "shared":
+            # NaN until copied or loaded: a forgotten weight must be seen at once
+            empty = torch.full((shape.head_vocab_size, shape.hidden_size), float("nan"))
+            self.lm_head = nn.Parameter(empty)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        shared: Tensor | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Summed cross-entropy of the positions that have a target: scalar, float32.
+
+        Args:
+            hidden: final-norm hidden states, [P, D].
+            targets: ids in the heads' vocabulary, or `IGNORE`, [P].
+            shared: the backbone's LM head for `shared` heads, [V, D].
+            compute_dtype: dtype of the matrix products; None means that of `hidden`.
+        """
+        keep = targets != IGNORE
+        hidden, targets = hidden[keep], targets[keep]
+        dtype = compute_dtype or hidden.dtype
+        with torch.autocast(hidden.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            features = self.layers(hidden.to(self._block_dtype(hidden)))
+        return linear_cross_entropy(
+            features, self._weight(shared), targets, compute_dtype=compute_dtype
+        )
+
+    def logits(self, hidden: Tensor, *, shared: Tensor | None = None) -> Tensor:
+        """[P, D] -> [P, V], in the dtype of the weights."""
+        return F.linear(self.layers(hidden.to(self._block_dtype(hidden))), self._weight(shared))
+
+    def _weight(self, shared: Tensor | None) -> Tensor:
+        weight = self.lm_head if self.lm_head is not None else shared
+        if weight is None:
+            raise ValueError("these heads share the backbone's LM head: pass it as `shared`")
+        return weight
+
+    def _block_dtype(self, hidden: Tensor) -> torch.dtype:
+        block = next(iter(self.layers), None)
+        return hidden.dtype if block is None else block.linear.weight.dtype  # pyright: ignore
+
+
+class MedusaHeads(nn.Module):
+    """K heads and, for `reduced`, the map from their ids to the backbone's."""
+
+    token_map: Tensor | None
+
+    def __init__(self, shape: HeadsShape, token_map: Tensor | None = None) -> None:
+        """Build untrained heads.
+
+        Args:
+            shape: sizes; `head_vocab_size` must equal the length of `token_map`.
+            token_map: backbone id of each id of the heads, ascending, [V]; `reduced` only.
+
+        Raises:
+            ValueError: if `token_map` and `shape` do not go together.
+        """
+        super().__init__()
+        expected = shape.head_vocab_size if shape.lm_head == "reduced" else None
+        found = None if token_map is None else token_map.shape[0]
+        if found != expected:
+            raise ValueError(f"token_map of {expected} ids expected for {shape}, got {found}")
+        self.shape = shape
+        self.heads = nn.ModuleList(MedusaHead(shape) for _ in range(shape.num_heads))
+        self.register_buffer("token_map", token_map)
+
+    def __len__(self) -> int:
+        return len(self.heads)
+
+    def __getitem__(self, k: int) -> MedusaHead:
+        return self.heads[k]  # pyright: ignore
+
+    @torch.no_grad()
+    def copy_lm_head(self, lm_head: Tensor) -> None:
+        """Start every head's LM head as a copy (never an alias) of the backbone's, [V, D]."""
+        rows = lm_head if self.token_map is None else lm_head[self.token_map.to(lm_head.device)]
+        for head in self.heads:
+            if head.lm_head is not None:  # pyright: ignore
+                head.lm_head.copy_(rows)  # pyright: ignore
+
+    def to_backbone_ids(self, ids: Tensor) -> Tensor:
+        """Ids of the heads' vocabulary as ids of the backbone's, any shape."""
+        return ids if self.token_map is None else self.token_map[ids]
+
+    def to_head_ids(self, ids: Tensor) -> Tensor:
+        """Backbone ids as ids of the heads' vocabulary; `IGNORE` where the heads have none."""
+        if self.token_map is None:
+            return ids
+        index = torch.searchsorted(self.token_map, ids.clamp(min=0))
+        index = index.clamp(max=self.token_map.shape[0] - 1)
+        return torch.where(self.token_map[index] == ids, index, IGNORE)

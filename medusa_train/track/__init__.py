@@ -1,0 +1,1 @@
+"""Layer 2: manifests, metrics sinks, progress and provenance."""

@@ -1,0 +1,145 @@
+"""Stage folders: what made them, whether they are finished, and files that appear whole or not.
+
+A stage folder holds `manifest.json` with the settings and inputs that made it. The same command
+run again skips a finished stage and resumes an unfinished one; other settings are refused with
+the difference named, never mixed.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from medusa_train.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of a run: where it works and what made it."""
+
+    name: str
+    folder: Path
+    settings: Mapping[str, Any]
+
+    def open(self) -> bool:
+        """Create or reopen the folder; True when the stage is already finished.
+
+        Raises:
+            CheckpointError: if the folder was made by other settings (each is named), or its
+                manifest cannot be read.
+        """
+        found = read_manifest(self.folder)
+        if found is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._write("running", {})
+            return False
+        differences = _differences(found["settings"], _plain(self.settings))
+        if differences:
+            lines = "\n".join(f"  - {line}" for line in differences)
+            raise CheckpointError(
+                f"{self.folder} was made with other settings:\n{lines}\n"
+                "Give this run another run_name, go back to those settings, or delete that folder."
+            )
+        return found["status"] == "done"
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Mark the stage as finished, with what later stages and people want to know of it."""
+        self._write("done", summary)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the settings: the stages that build on this one carry it in theirs."""
+        return fingerprint(_plain(self.settings))
+
+    def _write(self, status: str, summary: Mapping[str, Any]) -> None:
+        write_json(
+            self.folder / MANIFEST,
+            {
+                "stage": self.name,
+                "status": status,
+                "fingerprint": self.fingerprint,
+                "settings": _plain(self.settings),
+                "summary": _plain(summary),
+            },
+        )
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a stage folder, or None where there is none."""
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        found = json.loads(path.read_text())
+        if not {"stage", "status", "fingerprint", "settings", "summary"} <= found.keys():
+            raise ValueError("keys are missing")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); delete {folder}") from None
+    return found
+
+
+def finished(folder: Path, *, stage: str, needed_by: str) -> dict[str, Any]:
+    """The manifest of a finished stage that another one builds on.
+
+    Raises:
+        CheckpointError: if it is missing, unfinished, or a folder of another stage.
+    """
+    found = read_manifest(folder)
+    if found is None or found["status"] != "done":
+        state = "has not been run" if found is None else "is not finished"
+        raise CheckpointError(
+            f"{needed_by} needs the stage {stage}, which {state} in {folder}. "
+            f"Run it first (stages=[{stage},{needed_by}]) or point paths.{stage} at a finished one."
+        )
+    if found["stage"] != stage:
+        raise CheckpointError(f"{folder} holds a {found['stage']} stage, expected {stage}")
+    return found
+
+
+def fingerprint(value: Any) -> str:
+    """Sixteen hex digits that change with any part of a JSON-like value."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all, also when the machine stops half way."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with part.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Strict JSON (no NaN), indented, written whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def replace_folder(part: Path, final: Path) -> None:
+    """Move a finished folder into its place; an older one there is removed."""
+    if final.exists():
+        shutil.rmtree(final)
+    part.replace(final)
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, as JSON gives them back, so that both sides compare equal."""
+    return json.loads(json.dumps(value))
+
+
+def _differences(old: Any, new: Any, key: str = "") -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            line
+            for name in sorted(old.keys() | new.keys())
+            for line in _differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+        ]
+    return [] if old == new else [f"{key}: {json.dumps(old)} there, {json.dumps(new)} now"]
