@@ -1,0 +1,148 @@
+"""Distilled rows on disk: exact token ids with a mask by position, in Parquet parts.
+
+A split is a folder of `part-00000.parquet` files, each written whole or not at all. Beside a part
+there may be `part-00000.hidden.safetensors` with the final-norm hidden states that its answers
+were computed from. Text is for people; training never tokenises it again.
+
+Legend: T tokens of a row, P positions with a stored state, D hidden size, R rows of a part.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from medusa_train.errors import DataError
+
+# States are stored from this many positions before the answer on, so that every head of up to
+# LEAD - 1 finds the prompt positions whose targets lie in the answer.
+LEAD = 8
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("kind", pa.string()),
+        ("prompt", pa.string()),
+        ("answer", pa.string()),
+        ("ids", pa.list_(pa.int32())),
+        ("mask", pa.list_(pa.bool_())),
+        ("finish_reason", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One prompt with the model's answer."""
+
+    id: str
+    kind: str
+    prompt: str
+    answer: str
+    ids: list[int]  # [T]
+    mask: list[bool]  # True where the token is the model's own, [T]
+    finish_reason: str  # "stop" or "length"
+    part: Path | None = None
+    index: int = 0  # place in the part
+
+    @cached_property
+    def answer_ids(self) -> list[int]:
+        """The model's own tokens, in order."""
+        return [token for token, own in zip(self.ids, self.mask, strict=True) if own]
+
+    @property
+    def answer_start(self) -> int:
+        """Position of the first token of the model's own."""
+        return self.mask.index(True)
+
+    @property
+    def states_start(self) -> int:
+        """First position whose hidden state is stored."""
+        return max(0, self.answer_start - LEAD)
+
+
+def part_path(split: Path, index: int) -> Path:
+    """Where the rows of a part lie."""
+    return split / f"part-{index:05d}.parquet"
+
+
+def hidden_path(part: Path) -> Path:
+    """Where the hidden states of a part lie."""
+    return part.with_suffix(".hidden.safetensors")
+
+
+def write_part(path: Path, rows: Sequence[Row], hidden: Sequence[Tensor] | None) -> None:
+    """Write a part; it counts as present only once its Parquet file is, which comes last.
+
+    Args:
+        path: as `part_path` gives it.
+        rows: at least one.
+        hidden: for each row the states of positions `row.states_start ... T - 2`, [P, D].
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if hidden is not None:
+        offsets = torch.tensor([0] + [len(states) for states in hidden]).cumsum(0)
+        tensors = {"hidden": torch.cat(list(hidden)).contiguous(), "offsets": offsets}
+        unfinished = hidden_path(path).with_suffix(f".{os.getpid()}.part")
+        save_file(tensors, unfinished)
+        unfinished.replace(hidden_path(path))
+    columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
+    unfinished = path.with_suffix(f".{os.getpid()}.part")
+    pq.write_table(pa.table(columns, schema=SCHEMA), unfinished)
+    unfinished.replace(path)
+
+
+def read_split(split: Path) -> list[Row]:
+    """All rows of a split, in the order of its parts.
+
+    Raises:
+        DataError: if there is no part, or one cannot be read.
+    """
+    parts = sorted(split.glob("part-*.parquet"))
+    if not parts:
+        raise DataError(f"no rows in {split}: expected part-*.parquet files made by `distill`")
+    rows: list[Row] = []
+    for part in parts:
+        try:
+            table = pq.read_table(part, schema=SCHEMA)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{part} cannot be read ({error}); delete the distill folder") from None
+        rows += [Row(**r, part=part, index=i) for i, r in enumerate(table.to_pylist())]
+    return rows
+
+
+class HiddenFiles:
+    """Stored hidden states of rows, read from disk only where asked for."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, tuple[object, list[int]]] = {}
+
+    def __call__(self, row: Row) -> Tensor:
+        """States of positions `row.states_start ... T - 2`, [P, D]."""
+        assert row.part is not None
+        path = hidden_path(row.part)
+        if path not in self._open:
+            try:
+                stored = safe_open(path, framework="pt")
+                self._open[path] = (stored, stored.get_tensor("offsets").tolist())
+            except (OSError, SafetensorError) as error:
+                raise DataError(
+                    f"hidden states {path} cannot be read ({error}); "
+                    "train with medusa1.hidden_states=online or distill again"
+                ) from None
+        stored, offsets = self._open[path]
+        return stored.get_slice("hidden")[offsets[row.index] : offsets[row.index + 1]]  # pyright: ignore
+
+
+def has_hidden(rows: Sequence[Row]) -> bool:
+    """Whether every row has stored hidden states."""
+    parts = {row.part for row in rows}
+    return all(part is not None and hidden_path(part).exists() for part in parts)

@@ -1,0 +1,203 @@
+"""The backbone: a frozen causal LM with its tokenizer, loaded from any supported source."""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from medusa_train.config.schema import ModelConfig
+from medusa_train.errors import ConfigError, ModelError
+from medusa_train.model.language_model import LanguageModel, check_head
+from medusa_train.model.source import resolve
+from medusa_train.model.tiny import tiny_llama
+
+log = logging.getLogger(__name__)
+
+# States that a rejected draft cannot be taken out of again
+_NO_ROLLBACK = ("mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "lfm", "linear_attention")
+
+
+class Backbone(LanguageModel):
+    """A frozen causal LM and its tokenizer."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str
+    ) -> None:
+        """Freeze `model` and refuse what cannot be served.
+
+        Raises:
+            ModelError: if the model cannot roll back, or has an unusual LM head.
+        """
+        _refuse_recurrent(model, name)
+        model.eval().requires_grad_(False)
+        lm_head = model.get_output_embeddings()
+        if lm_head is None:
+            raise ModelError(f"{name}: model type {model.config.model_type} has no LM head")
+        super().__init__(model.get_decoder(), lm_head, valid_ids=len(tokenizer))
+        self.model = model
+        self.tokenizer = tokenizer
+        self.name = name
+        self.end_ids = _end_ids(model, tokenizer)
+        check_head(model, self, name)
+
+    def encode_prompt(self, text: str, system: str | None) -> list[int]:
+        """Token ids of one user turn, ready for the answer to begin.
+
+        The template is rendered to text and tokenised once without special tokens, so that a
+        begin-of-text token in the template is not doubled.
+
+        Raises:
+            ModelError: if the tokenizer has no chat template, or it refuses the turns.
+        """
+        if not self.tokenizer.chat_template:
+            raise ModelError(
+                f"{self.name}: the tokenizer has no chat template, so it is unknown how a prompt "
+                "is put; use an instruction-tuned model, or save a chat_template with it"
+            )
+        turns = [{"role": "user", "content": text}]
+        if system is not None:
+            turns.insert(0, {"role": "system", "content": system})
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # templates raise whatever they like
+            raise ModelError(f"{self.name}: the chat template refuses a prompt: {error}") from error
+        return self.tokenizer(rendered, add_special_tokens=False)["input_ids"]  # pyright: ignore
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids, for people."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)  # pyright: ignore
+
+
+def load_backbone(config: ModelConfig) -> Backbone:
+    """Load the model and tokenizer that `config` names.
+
+    Raises:
+        ModelError: if it cannot be found, read or used.
+        ConfigError: if a setting asks for what this machine lacks.
+    """
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    with quiet_transformers():
+        if config.name == "random:llama":
+            model, tokenizer = tiny_llama()
+            model = model.to(dtype)
+        else:
+            model, tokenizer = _load(config, dtype)
+    if config.device_map is None:
+        model = model.to(device)  # pyright: ignore
+    return Backbone(model, tokenizer, name=config.name)
+
+
+def _load(
+    config: ModelConfig, dtype: torch.dtype
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    source = resolve(config.name)
+    where = {"trust_remote_code": config.trust_remote_code}
+    if config.revision is not None:
+        where["revision"] = config.revision
+    if source.gguf_file is not None:
+        where["gguf_file"] = source.gguf_file
+    extra = dict(where)
+    if source.gguf_file is not None:
+        extra["quantization_config"] = GgufConfig(dequantize=True)
+    if config.device_map is not None:
+        extra["device_map"] = config.device_map
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.location, **where)
+        model = AutoModelForCausalLM.from_pretrained(
+            source.location, dtype=dtype, attn_implementation=config.attention, **extra
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"model.name={config.name} cannot be loaded: {reason} "
+            "(expected a hub name, a folder, a .gguf file or package:NAME)"
+        ) from error
+    if source.gguf_file is not None:
+        forget_gguf(model)
+    return model, tokenizer
+
+
+def forget_gguf(model: PreTrainedModel) -> None:
+    """A de-quantised model is a plain one: let it be saved as such."""
+    model.config.__dict__.pop("quantization_config", None)
+    model.hf_quantizer = None  # pyright: ignore
+    model.is_quantized = False  # pyright: ignore
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is this process's own GPU where there is one, else the CPU.
+
+    Raises:
+        ConfigError: if the device does not exist here.
+    """
+    if name == "auto":
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"model.device={name}: expected auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"model.device={name}: torch sees no CUDA device; use auto or cpu")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the device computes in it, else float32."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """All ids that end an answer: of the generation config and of the tokenizer."""
+    found: set[int] = set()
+    for ids in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
+        if ids is not None:
+            found.update([ids] if isinstance(ids, int) else ids)  # pyright: ignore
+    return frozenset(found)
+
+
+def _refuse_recurrent(model: PreTrainedModel, name: str) -> None:
+    config = model.config.get_text_config()
+    kinds = [config.model_type, *(getattr(config, "layer_types", None) or [])]
+    bad = [kind for kind in kinds if any(word in kind for word in _NO_ROLLBACK)]
+    if bad:
+        raise ModelError(
+            f"{name}: layers of type {bad[0]} keep a state that a rejected draft cannot be taken "
+            "out of; speculative decoding needs attention layers only"
+        )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars or loading notes of transformers."""
+    logging_module = transformers.logging
+    verbosity, bars = logging_module.get_verbosity(), logging_module.is_progress_bar_enabled()
+    logging_module.set_verbosity_error()
+    logging_module.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging_module.set_verbosity(verbosity)
+        if bars:
+            logging_module.enable_progress_bar()

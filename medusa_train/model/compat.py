@@ -1,0 +1,19 @@
+"""The differences between the supported transformers versions, all in one place.
+
+Tested on 5.17 and on the version in constraints.txt.
+"""
+
+import inspect
+from functools import cache
+
+from torch import nn
+
+
+@cache
+def cache_argument(model_class: type[nn.Module]) -> str:
+    """Name of the forward argument that takes the key-value cache.
+
+    It was `past_key_values` and is being renamed to `cache`.
+    """
+    parameters = inspect.signature(model_class.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"

@@ -1,0 +1,115 @@
+"""What every decoding method asks of a model: hidden states, logits, the best next token.
+
+Legend: B rows, T tokens, P positions, V vocabulary, D hidden size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from medusa_train.errors import ModelError
+from medusa_train.model.compat import cache_argument
+
+
+class LanguageModel:
+    """A decoder, the LM head after it, and for a reduced vocabulary the map to target ids.
+
+    The LM head is applied apart from the decoder, so that it runs only where logits are read.
+    """
+
+    def __init__(
+        self,
+        decoder: PreTrainedModel,
+        lm_head: nn.Module,
+        *,
+        valid_ids: int | None = None,
+        token_map: Tensor | None = None,
+    ) -> None:
+        """Wrap a decoder.
+
+        Args:
+            decoder: ends with the final norm.
+            lm_head: a linear layer, [D] -> [V].
+            valid_ids: ids from this one on are padding of the LM head and are never chosen.
+            token_map: target id of each id of the LM head, [V]; None where they are the same.
+        """
+        self.decoder = decoder
+        self.lm_head = lm_head
+        self.token_map = token_map
+        self.config = decoder.config.get_text_config()
+        rows = int(lm_head.weight.shape[0])  # pyright: ignore
+        self.vocab_size = rows
+        self.valid_ids = min(rows, valid_ids or rows) if token_map is None else rows
+        self.hidden_size = int(self.config.hidden_size)
+        self._softcap = getattr(self.config, "final_logit_softcapping", None)
+        self._cache_argument = cache_argument(type(decoder))
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return self.decoder.get_input_embeddings().weight.device  # pyright: ignore
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.lm_head.weight.dtype  # pyright: ignore
+
+    @property
+    def max_positions(self) -> int:
+        """The longest context, prompt and answer together."""
+        return int(getattr(self.config, "max_position_embeddings", 2**31))
+
+    def forward(self, ids: Tensor, *, positions: Tensor, mask: Any, cache: Any) -> Tensor:
+        """One forward over new tokens: final-norm hidden states, [B, T, D].
+
+        Args:
+            ids: [B, T].
+            positions: [B, T].
+            mask: additive, [B or 1, 1, T, S], or one by layer type.
+            cache: keys and values of the S - T tokens before; the new ones are added to it.
+        """
+        cached = {self._cache_argument: cache}
+        return self.decoder(
+            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, **cached
+        ).last_hidden_state
+
+    def hidden_states(self, ids: Tensor, attend: Tensor) -> Tensor:
+        """Final-norm hidden states of right-padded rows, without a cache, [B, T] -> [B, T, D]."""
+        attention_mask = None if bool(attend.all()) else attend
+        return self.decoder(
+            input_ids=ids, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V]; padding ids get minus infinity."""
+        logits = self.lm_head(hidden)
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        if self.valid_ids < self.vocab_size:
+            logits[..., self.valid_ids :] = float("-inf")
+        return logits
+
+    def best(self, hidden: Tensor) -> Tensor:
+        """The greedy next token of each position in target ids, [..., D] -> [...]."""
+        ids = self.logits(hidden).argmax(dim=-1)
+        return ids if self.token_map is None else self.token_map[ids]
+
+
+def check_head(model: PreTrainedModel, wrapped: LanguageModel, name: str) -> None:
+    """Refuse a model whose logits are more than its LM head on the final hidden state.
+
+    Raises:
+        ModelError: naming the model type.
+    """
+    ids = torch.arange(4, device=wrapped.device).unsqueeze(0)
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits[..., : wrapped.valid_ids]
+        hidden = wrapped.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool))
+        found = wrapped.logits(hidden)[..., : wrapped.valid_ids]
+    if not torch.allclose(found.float(), expected.float(), rtol=2e-2, atol=2e-2):
+        raise ModelError(
+            f"{name}: the logits of model type {model.config.model_type} are not its LM head on "
+            "the final hidden state; such a model is not supported"
+        )
