@@ -27,3 +27,15 @@ class DataError(MedusaError):
 
 class CheckpointError(MedusaError):
     """A stage folder or checkpoint is damaged, or belongs to another run."""
+
+
+class TrainingError(MedusaError):
+    """Training went wrong in a way that more steps would not repair, such as a loss of NaN."""
+
+
+class Interrupted(MedusaError):
+    """A signal asked to stop; the work so far is saved and the same command goes on with it."""
+
+    def __init__(self, message: str, *, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_status = 128 + signal_number

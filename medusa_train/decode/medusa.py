@@ -1,0 +1,73 @@
+"""Medusa decoding: the heads guess a tree, the target checks all of it in one forward, greedy."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from medusa_train.decode.forward import Block, Reader
+from medusa_train.model.heads import MedusaHeads
+from medusa_train.model.language_model import LanguageModel
+from medusa_train.ops.accept import greedy_path
+from medusa_train.ops.tree import Tree
+
+
+class Medusa:
+    """Heads read only the last accepted hidden state; the LM head reads every node once."""
+
+    name = "medusa"
+
+    def __init__(self, model: LanguageModel, heads: MedusaHeads, tree: Tree) -> None:
+        """Decode with `model`, guessing with `heads` along `tree`."""
+        self.device = model.device
+        self.tree = tree
+        self.max_positions = model.max_positions - len(tree.ranks_by_depth)
+        self._model, self._heads = model, heads
+        self._reader = Reader(model)
+        self._guesses = HeadGuesses(model, heads, tree.ranks_by_depth)
+        starts = [sum(tree.ranks_by_depth[:d]) for d in range(len(tree.ranks_by_depth))]
+        places = [starts[len(path) - 1] + path[-1] for path in tree.paths]
+        self._places = torch.tensor(places, device=self.device)  # of each node in the guesses
+
+    def start(self, prompt: Sequence[int], *, room: int) -> int:
+        """Read the prompt; gives the first token."""
+        tree = self.tree
+        capacity = len(prompt) + room + len(tree.depth)
+        self._block = Block(self._model, tree.attend(), tree.depth, capacity)
+        self._hidden = self._reader.prefill(prompt, capacity=capacity)
+        return int(self._model.best(self._hidden))
+
+    def step(self, token: int) -> list[int]:
+        """Feed the newest token; gives the accepted guesses and one token more."""
+        root = torch.tensor([token], device=self.device)
+        ids = torch.cat([root, self._guesses(self._hidden)[self._places]])
+        hidden = self._reader.read(ids, self._block)
+        tokens, best = torch.stack([ids, self._model.best(hidden)]).tolist()
+        path = greedy_path(self.tree.children, tokens, best)
+        self._reader.cache.commit(path)
+        self._hidden = hidden[path[-1]]
+        return [*(tokens[node] for node in path[1:]), best[path[-1]]]
+
+
+class HeadGuesses:
+    """The best tokens of each head after a hidden state."""
+
+    def __init__(
+        self, model: LanguageModel, heads: MedusaHeads, ranks_by_depth: Sequence[int]
+    ) -> None:
+        """Ask head k for its best `ranks_by_depth[k]` tokens."""
+        self._heads, self._ranks = heads, ranks_by_depth
+        self._shared = None if heads.shape.lm_head != "shared" else model.lm_head.weight
+        self._valid = model.valid_ids if heads.token_map is None else None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Target ids, head by head, each head's from best to worst: [D] -> [sum of ranks]."""
+        return torch.cat(
+            [self._heads.to_backbone_ids(self._best(hidden, k)) for k in range(len(self._ranks))]
+        )
+
+    def _best(self, hidden: Tensor, k: int) -> Tensor:
+        logits = self._heads[k].logits(hidden.unsqueeze(0), shared=self._shared)[0, : self._valid]
+        if self._ranks[k] == 1:
+            return logits.argmax(dim=-1, keepdim=True)
+        return logits.topk(self._ranks[k]).indices

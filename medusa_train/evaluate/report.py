@@ -1,0 +1,284 @@
+"""`report.md`: what the results say, in words and tables for people who decide.
+
+The verdict claims no more than the intervals do: a comparison whose 95 % interval covers 1, or
+rests on a handful of prompts, is reported as undecided.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from medusa_train.evaluate.plots import ACCEPTANCE, SPEEDUP, draw_plots
+from medusa_train.evaluate.results_schema import MethodResult, Results
+from medusa_train.track.manifest import write_text
+
+REPORT = "report.md"
+
+MIN_PROMPTS = 10  # resampling fewer says little of the spread of prompts
+MUCH_REPETITION = 0.2  # share of tokens; above it answers run in circles
+_POSITIONS_SHOWN = 10
+
+_DEFINITIONS = """\
+* Tokens per step: mean tokens that one forward of the model emits after the prefill (plain: 1).
+* Overhead: seconds of one decoding step / seconds of one plain decoding step.
+* Speed-up: tokens per second / plain tokens per second, prefill included, pooled over prompts.
+* [a, b]: 95 % interval, prompts resampled in pairs; it does not hold the noise of the clock.
+* Residual: speed-up / (tokens per step / overhead) - 1; prefill and cut last blocks make it up."""
+
+
+def write_report(folder: Path, results: Results) -> Path:
+    """Write `report.md` and its two pictures into an existing folder; gives the report's path."""
+    draw_plots(folder, results)
+    path = folder / REPORT
+    write_text(path, render_report(results))
+    return path
+
+
+def render_report(results: Results) -> str:
+    """The report as Markdown; the pictures are linked as files beside it."""
+    sections = [
+        f"# Medusa on {results.model.name}",
+        verdict(results),
+        _conditions(results),
+        "## Trade-offs",
+        _trade_offs(results),
+        _residuals(results),
+        f"![Speed-up by method]({SPEEDUP})",
+        f"![Share of steps by accepted drafts]({ACCEPTANCE})",
+        *_heads(results),
+        *_gammas(results),
+        *_tree(results),
+        "## Speed-up by kind of prompt",
+        _kinds(results),
+        "## Exactness and repetition",
+        _exactness(results),
+        "## How to reproduce",
+        _reproduce(results.provenance),
+        "## Definitions",
+        _DEFINITIONS,
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def verdict(results: Results) -> str:
+    """One paragraph: each method against plain decoding, then Medusa against the draft model."""
+    medusa, draft = results.methods.medusa, results.methods.draft_model
+    prompts = results.model.num_prompts
+    sentences: list[str] = []
+    if medusa is None:
+        sentences.append("Medusa was not measured.")
+    else:
+        measured = (medusa.speedup, medusa.speedup_ci95)
+        sentences.append(_compare("Medusa", "plain decoding", *measured, prompts))
+    if draft is None:
+        sentences.append("No draft model was measured, so Medusa is not compared with one.")
+    else:
+        name = f"The best draft model (gamma {draft.gamma})"
+        measured = (draft.speedup, draft.speedup_ci95)
+        sentences.append(_compare(name, "plain decoding", *measured, prompts))
+    between = results.comparison.medusa_over_draft
+    if between is not None:
+        measured = (between.ratio, between.ci95)
+        sentences.append(_compare("Medusa", "the best draft model", *measured, prompts))
+    share = results.methods.plain.repetition_share
+    if share > MUCH_REPETITION:
+        sentences.append(
+            f"Beware: {share:.0%} of the tokens of the plain answers repeat an earlier 4-gram. "
+            "Answers that run in circles are easy to draft, so these speed-ups flatter."
+        )
+    return " ".join(sentences)
+
+
+def _compare(
+    name: str, other: str, ratio: float, interval: tuple[float, float], prompts: int
+) -> str:
+    """What a ratio of speeds and its interval allow to say."""
+    low, high = interval
+    text = _with_interval(ratio, interval)
+    if prompts < MIN_PROMPTS:
+        few = f"{prompts} prompt{'s are' if prompts > 1 else ' is'} too few for an interval"
+        return f"{name} ran at {text} times the speed of {other}, but {few}: this run cannot tell."
+    if low > 1:
+        return f"{name} is faster than {other}: {text} times its speed."
+    if high < 1:
+        return f"{name} is slower than {other}: {text} times its speed, below 1."
+    below = "below 1 on these prompts, but " if ratio < 1 else ""
+    return (
+        f"{name} ran at {text} times the speed of {other}: {below}the interval covers 1, "
+        "so this run cannot tell which is faster."
+    )
+
+
+def _conditions(results: Results) -> str:
+    model = results.model
+    return (
+        f"Measured on {model.num_prompts} prompts with up to {model.max_new_tokens} new tokens "
+        f"each, one prompt at a time, greedy, on {model.device} in {model.dtype} "
+        f"({model.parameters:,} parameters, {_megabytes(model.bytes)} MB)."
+    )
+
+
+def _methods(results: Results) -> list[tuple[str, MethodResult]]:
+    methods = results.methods
+    found: list[tuple[str, MethodResult]] = [("plain", methods.plain)]
+    if methods.draft_model is not None:
+        found.append((f"draft model, gamma {methods.draft_model.gamma}", methods.draft_model))
+    if methods.medusa is not None:
+        found.append((f"Medusa, {methods.medusa.tree_nodes} nodes", methods.medusa))
+    return found
+
+
+def _trade_offs(results: Results) -> str:
+    return _table(
+        "method|architecture|extra memory, MB|tokens per step|overhead|speed-up [95 %]"
+        "|verification|training tokens|training seconds",
+        (
+            (
+                name,
+                method.architecture,
+                _megabytes(method.extra_memory_bytes),
+                _number(method.tokens_per_step),
+                _number(method.overhead),
+                _with_interval(method.speedup, method.speedup_ci95),
+                method.verification,
+                _number(method.training_tokens, 0),
+                _number(method.training_seconds, 0),
+            )
+            for name, method in _methods(results)
+        ),
+    )
+
+
+def _residuals(results: Results) -> str:
+    found = [
+        f"{'not known' if method.residual is None else f'{method.residual:+.1%}'} ({name})"
+        for name, method in _methods(results)
+    ]
+    return "Residual of speed-up = tokens per step / overhead: " + ", ".join(found) + "."
+
+
+def _heads(results: Results) -> list[str]:
+    if results.heads is None:
+        return []
+    pairs = zip(results.heads.top1, results.heads.top5, strict=True)
+    rows = ((k, k + 2, f"{one:.1%}", f"{five:.1%}") for k, (one, five) in enumerate(pairs))
+    return [
+        "## Accuracy of the heads on held-out rows",
+        _table("head|tokens ahead|top 1|top 5", rows),
+    ]
+
+
+def _gammas(results: Results) -> list[str]:
+    if results.draft is None:
+        return []
+    tried = sorted(results.draft.by_gamma.items(), key=lambda item: int(item[0]))
+    rows = (
+        (
+            gamma,
+            _number(found.acceptance_rate),
+            _number(found.tokens_per_step),
+            _number(found.overhead),
+            _with_interval(found.speedup, found.speedup_ci95),
+        )
+        for gamma, found in tried
+    )
+    title = "gamma|acceptance rate|tokens per step|overhead|speed-up [95 %]"
+    note = "The fastest gamma on these prompts is the baseline, which favours the draft model."
+    return ["## Draft model by gamma", _table(title, rows), note]
+
+
+def _tree(results: Results) -> list[str]:
+    if results.tree is None:
+        return []
+    rows = (
+        (size.nodes, _number(size.tokens_per_step), _number(size.step_ms), _number(size.speedup))
+        for size in results.tree.chosen
+    )
+    note = (
+        f"Used: {results.tree.nodes} nodes, {results.tree.depth} deep. The curve is the estimate "
+        "by which a size is chosen, without prefill; the tables above are measured."
+    )
+    title = "nodes|tokens per step|step, ms|estimated speed-up"
+    return ["## Size of the tree", _table(title, rows), note]
+
+
+def _kinds(results: Results) -> str:
+    methods = _methods(results)[1:]
+    rows = (
+        (
+            kind,
+            plain.prompts,
+            *(_number(method.speedup_by_kind[kind].speedup) for _, method in methods),
+        )
+        for kind, plain in results.methods.plain.speedup_by_kind.items()
+    )
+    return _table("|".join(["kind", "prompts", *(name for name, _ in methods)]), rows)
+
+
+def _exactness(results: Results) -> str:
+    sentences: list[str] = []
+    for name, method in _methods(results)[1:]:
+        found = method.exactness
+        sentences.append(
+            f"{name}: {found.identical} of {found.prompts} answers are identical to plain "
+            f"decoding's{_positions(found.first_difference)}."
+        )
+    sentences.append(
+        "Greedy verification is exact in exact arithmetic. A forward over several tokens rounds "
+        "differently from one over a single token, so near-ties may flip: now and then in bfloat16 "
+        f"or float16, hardly ever in float32. This run used {results.model.dtype}."
+    )
+    shares = (f"{method.repetition_share:.1%} ({name})" for name, method in _methods(results))
+    sentences.append(f"Tokens that repeat an earlier 4-gram of their answer: {', '.join(shares)}.")
+    return " ".join(sentences)
+
+
+def _positions(positions: Sequence[int]) -> str:
+    if not positions:
+        return ""
+    shown = ", ".join(map(str, positions[:_POSITIONS_SHOWN]))
+    more = ", ..." if len(positions) > _POSITIONS_SHOWN else ""
+    return f"; {len(positions)} differ, first at token {shown}{more} (from 0)"
+
+
+def _reproduce(provenance: dict[str, JsonValue]) -> str:
+    rest = [
+        f"* {key}: {_plain_text(value)}" for key, value in provenance.items() if key != "command"
+    ]
+    command = provenance.get("command")
+    lines = [] if command is None else [f"    {_plain_text(command)}", ""]
+    return "\n".join(lines + rest) or "No provenance was recorded."
+
+
+def _plain_text(value: JsonValue) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain_text(each)}" for key, each in value.items())
+    if isinstance(value, list):
+        return " ".join(_plain_text(each) for each in value)
+    return "not known" if value is None else str(value)
+
+
+def _table(title: str, rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; the title has its columns parted by `|`."""
+    columns = title.split("|")
+    lines = [columns, ["---"] * len(columns)]
+    lines += [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "not known" if value is None else f"{value:,.{digits}f}"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f}"
+
+
+def _with_interval(value: float, interval: tuple[float, float]) -> str:
+    """Value and interval, with as many digits as it takes to see on which side of 1 they lie."""
+    digits = 2
+    while digits < 5 and any(end != 1 and round(end, digits) == 1 for end in interval):
+        digits += 1
+    low, high = (f"{end:.{digits}f}" for end in interval)
+    return f"{value:.{digits}f} [{low}, {high}]"
