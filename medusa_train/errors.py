@@ -33,7 +33,7 @@ class TrainingError(MedusaError):
     """Training went wrong in a way that more steps would not repair, such as a loss of NaN."""
 
 
-class Interrupted(MedusaError):
+class Interrupted(MedusaError):  # noqa: N818
     """A signal asked to stop; the work so far is saved and the same command goes on with it."""
 
     def __init__(self, message: str, *, signal_number: int) -> None:

@@ -70,10 +70,10 @@ class Fit:
             Interrupted: after SIGTERM or SIGINT on any process, once a checkpoint is written.
         """
         total = total_steps(self.optim, len(self.rows))
-        if self.state.step == 0:
-            self._evaluate()
         window = self._window()
         with _signals() as received, self._progress(total) as meter:
+            if self.state.step == 0:
+                self._evaluate()
             saved = self.state.step
             while self.state.step < total:
                 norm, lr = self._step(window, total, received, saved)
