@@ -78,6 +78,8 @@ def _acceptance_figure(results: Results) -> Figure:
         note = "no step with drafts was measured"
         axes.text(0.5, 0.5, note, ha="center", transform=axes.transAxes)
     axes.set_ylim(0, 1.05)
+    deepest = max((len(line.get_xdata()) for line in axes.lines), default=1)  # pyright: ignore
+    axes.set_xlim(0.7, deepest + 0.3)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))
     axes.set_xlabel("depth (drafts accepted in one step, at least)")

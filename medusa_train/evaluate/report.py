@@ -23,7 +23,7 @@ _DEFINITIONS = """\
 * Tokens per step: mean tokens that one forward of the model emits after the prefill (plain: 1).
 * Overhead: seconds of one decoding step / seconds of one plain decoding step.
 * Speed-up: tokens per second / plain tokens per second, prefill included, pooled over prompts.
-* [a, b]: 95 % interval, prompts resampled in pairs; it does not hold the noise of the clock.
+* Brackets: 95 % interval, prompts resampled in pairs; timing noise of repeats is not in it.
 * Residual: speed-up / (tokens per step / overhead) - 1; prefill and cut last blocks make it up."""
 
 
@@ -81,6 +81,8 @@ def verdict(results: Results) -> str:
     if between is not None:
         measured = (between.ratio, between.ci95)
         sentences.append(_compare("Medusa", "the best draft model", *measured, prompts))
+    if medusa is not None or draft is not None:
+        sentences.append("Brackets hold 95 % intervals over prompts.")
     share = results.methods.plain.repetition_share
     if share > MUCH_REPETITION:
         sentences.append(
