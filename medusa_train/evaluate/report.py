@@ -257,7 +257,7 @@ def _plain_text(value: JsonValue) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_plain_text(each)}" for key, each in value.items())
     if isinstance(value, list):
-        return " ".join(_plain_text(each) for each in value)
+        return ", ".join(_plain_text(each) for each in value) or "none"
     return "not known" if value is None else str(value)
 
 

@@ -62,7 +62,7 @@ def build_results(
         heads: given with `medusa`, and only then.
         draft: given with a `draft_model/gamma=N`, and only then.
         tree: given with `medusa`, and only then.
-        provenance: JSON-like: created, versions, hardware, git_sha, command.
+        provenance: JSON-like, for people; `command` is shown as such by the report.
         bootstrap_samples: of each interval.
         seed: of the intervals.
 

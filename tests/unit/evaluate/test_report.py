@@ -78,10 +78,10 @@ def base(*, medusa=True, draft=True):
         draft=weights if draft else None,
         tree=TreeInfo(nodes=8, depth=2, paths=[[0]], chosen=[size]) if medusa else None,
         provenance={
-            "created": "2025-01-01T00:00:00+00:00",
-            "versions": {"torch": "2.0", "python": "3.11"},
-            "hardware": "4 cores",
-            "git_sha": None,
+            "time": "2025-01-01T00:00:00+00:00",
+            "packages": {"torch": "2.0", "numpy": "2.4"},
+            "hardware": {"cores": 4, "gpus": [], "disks": ["a", "b"]},
+            "git": {"sha": None},
             "command": "python -m medusa_train +recipe=smoke",
         },
         bootstrap_samples=200,
@@ -223,8 +223,10 @@ def test_many_differing_answers_are_cut_short():
 def test_how_to_reproduce_is_there():
     text = render_report(base())
     assert "\n    python -m medusa_train +recipe=smoke\n" in text
-    assert "* versions: torch 2.0, python 3.11\n" in text
-    assert "* git_sha: not known\n" in text
+    assert "* time: 2025-01-01T00:00:00+00:00\n" in text
+    assert "* packages: torch 2.0, numpy 2.4\n" in text
+    assert "* hardware: cores 4, gpus none, disks a, b\n" in text
+    assert "* git: sha not known\n" in text
     assert "No provenance was recorded." in render_report(replace(base(), provenance={}))
 
 
