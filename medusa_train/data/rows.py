@@ -79,13 +79,16 @@ def hidden_path(part: Path) -> Path:
     return part.with_suffix(".hidden.safetensors")
 
 
-def write_part(path: Path, rows: Sequence[Row], hidden: Sequence[Tensor] | None) -> None:
+def write_part(
+    path: Path, rows: Sequence[Row], hidden: Sequence[Tensor] | None, *, seconds: float = 0.0
+) -> None:
     """Write a part; it counts as present only once its Parquet file is, which comes last.
 
     Args:
         path: as `part_path` gives it.
         rows: at least one.
         hidden: for each row the states of positions `row.states_start ... T - 2`, [P, D].
+        seconds: what the part cost.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if hidden is not None:
@@ -96,8 +99,15 @@ def write_part(path: Path, rows: Sequence[Row], hidden: Sequence[Tensor] | None)
         unfinished.replace(hidden_path(path))
     columns = {name: [getattr(row, name) for row in rows] for name in SCHEMA.names}
     unfinished = path.with_suffix(f".{os.getpid()}.part")
-    pq.write_table(pa.table(columns, schema=SCHEMA), unfinished)
+    schema = SCHEMA.with_metadata({"seconds": repr(seconds)})
+    pq.write_table(pa.table(columns, schema=schema), unfinished)
     unfinished.replace(path)
+
+
+def part_seconds(split: Path) -> float:
+    """What all parts of a split cost together."""
+    metadata = (pq.read_schema(part).metadata or {} for part in split.glob("part-*.parquet"))
+    return sum(float(found.get(b"seconds", 0.0)) for found in metadata)
 
 
 def read_split(split: Path) -> list[Row]:

@@ -17,6 +17,7 @@ class DraftModel:
         self.name = f"draft_model/gamma={gamma}"
         self.gamma = gamma
         self.device = model.device
+        self.longest_block = gamma + 1
         self.max_positions = min(model.max_positions, draft.max_positions) - gamma
         self._model, self._draft = model, draft
         self._target_reader, self._draft_reader = Reader(model), Reader(draft)

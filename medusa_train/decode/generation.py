@@ -22,6 +22,11 @@ class Method(Protocol):
         ...
 
     @property
+    def longest_block(self) -> int:
+        """The most tokens that a step can emit."""
+        ...
+
+    @property
     def max_positions(self) -> int:
         """The longest context it can serve, prompt and answer together."""
         ...
@@ -72,9 +77,9 @@ def generate(
         DataError: if the prompt is empty or leaves no room in the context.
     """
     room = answer_room(len(prompt), max_new_tokens, method.max_positions)
-    begin = _clock(method.device)
+    begin = clock(method.device)
     ids, reason = cut_block([method.start(prompt, room=room)], room=room, end_ids=end_ids)
-    first = _clock(method.device)
+    first = clock(method.device)
     accepted: list[int] = []
     while reason is None:
         block = method.step(ids[-1])
@@ -86,7 +91,7 @@ def generate(
         finish_reason=reason,
         accepted=accepted,
         prefill_seconds=first - begin,
-        decode_seconds=_clock(method.device) - first,
+        decode_seconds=clock(method.device) - first,
     )
 
 
@@ -107,8 +112,8 @@ def answer_room(prompt_length: int, max_new_tokens: int, max_positions: int) -> 
     return room
 
 
-def _clock(device: torch.device) -> float:
-    """Seconds, once the device has finished what it was given."""
+def clock(device: torch.device) -> float:
+    """Seconds on a running clock, once the device has finished what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

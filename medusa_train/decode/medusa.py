@@ -20,6 +20,7 @@ class Medusa:
     def __init__(self, model: LanguageModel, heads: MedusaHeads, tree: Tree) -> None:
         """Decode with `model`, guessing with `heads` along `tree`."""
         self.device = model.device
+        self.longest_block = len(tree.ranks_by_depth) + 1
         self.tree = tree
         self.max_positions = model.max_positions - len(tree.ranks_by_depth)
         self._model, self._heads = model, heads
@@ -62,12 +63,16 @@ class HeadGuesses:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Target ids, head by head, each head's from best to worst: [D] -> [sum of ranks]."""
-        return torch.cat(
-            [self._heads.to_backbone_ids(self._best(hidden, k)) for k in range(len(self._ranks))]
-        )
+        heads = range(len(self._ranks))
+        return torch.cat([self._best(hidden.unsqueeze(0), k)[0] for k in heads])
+
+    def each_head(self, hidden: Tensor) -> Tensor:
+        """The same for many positions, all heads with as many guesses: [P, D] -> [K, P, ranks]."""
+        return torch.stack([self._best(hidden, k) for k in range(len(self._ranks))])
 
     def _best(self, hidden: Tensor, k: int) -> Tensor:
-        logits = self._heads[k].logits(hidden.unsqueeze(0), shared=self._shared)[0, : self._valid]
+        """[P, D] -> [P, ranks of head k]."""
+        logits = self._heads[k].logits(hidden, shared=self._shared)[:, : self._valid]
         if self._ranks[k] == 1:
-            return logits.argmax(dim=-1, keepdim=True)
-        return logits.topk(self._ranks[k]).indices
+            return self._heads.to_backbone_ids(logits.argmax(dim=-1, keepdim=True))
+        return self._heads.to_backbone_ids(logits.topk(self._ranks[k]).indices)

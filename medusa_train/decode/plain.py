@@ -16,6 +16,7 @@ class Plain:
     def __init__(self, model: LanguageModel) -> None:
         """Decode with `model`."""
         self.device = model.device
+        self.longest_block = 1
         self.max_positions = model.max_positions
         self._model = model
         self._reader = Reader(model)

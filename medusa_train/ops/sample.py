@@ -1,0 +1,33 @@
+"""Drawing tokens: temperature and nucleus, from numbers that belong to the row alone.
+
+Legend: B rows, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+GREEDY_BELOW = 1e-4  # a lower temperature is greedy everywhere; dividing by it would overflow
+
+
+def draw(logits: Tensor, uniform: Tensor, *, temperature: float, top_p: float) -> Tensor:
+    """One token a row, by inverting the cumulative distribution.
+
+    Args:
+        logits: [B, V].
+        uniform: a number in [0, 1) for each row, [B].
+        temperature: below `GREEDY_BELOW` the best token is taken.
+        top_p: the smallest set of best tokens whose probability reaches this is kept.
+
+    Returns:
+        Ids, [B].
+    """
+    if temperature < GREEDY_BELOW:
+        return logits.argmax(dim=-1)
+    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+    ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    total = ordered.cumsum(dim=-1)
+    kept = total - ordered < top_p
+    mass = total.masked_fill(~kept, 0.0).amax(dim=-1, keepdim=True)
+    place = torch.searchsorted(total, uniform.unsqueeze(1).to(total.dtype) * mass, right=True)
+    place = torch.minimum(place, kept.sum(dim=-1, keepdim=True) - 1)
+    return ids.gather(1, place).squeeze(1)

@@ -1,0 +1,180 @@
+"""The stages of a run in order: which are finished, which resume, what each builds on."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from medusa_train.config.schema import Config, OptimConfig
+from medusa_train.data.prompts import prompts_by_split
+from medusa_train.distill.run import distill
+from medusa_train.evaluate.run import Trained, evaluate
+from medusa_train.model.backbone import Backbone, choose_device, load_backbone
+from medusa_train.parallel import World, current_world
+from medusa_train.track.manifest import Stage, fingerprint, finished, read_manifest
+from medusa_train.train.run import (
+    DRAFT_FOLDER,
+    HEADS_FOLDER,
+    train_draft,
+    train_medusa1,
+)
+
+log = logging.getLogger(__name__)
+
+# What decides only how often something is shown or saved does not make another run
+_CADENCE = ("log_every", "eval_every", "save_every", "keep_checkpoints")
+_PLACE = ("device", "device_map")
+
+
+def run_stages(config: Config, run_dir: Path) -> None:
+    """Run the stages of `config` that are not finished.
+
+    All stage folders are opened before anything is loaded, so that a folder made by other
+    settings is refused at once.
+
+    Raises:
+        MedusaError: whatever a user can do something about.
+    """
+    world = current_world()
+    run = Run(config, run_dir, world)
+    if world.size > 1:
+        world.start(choose_device(config.model.device))
+    todo = []
+    for name in config.stages:
+        stage = run.stage(name)
+        if run.open(stage):
+            log.info("%s: finished already, in %s", name, stage.folder)
+        else:
+            todo.append(stage)
+    for stage in todo:
+        log.info("%s: begins, in %s", stage.name, stage.folder)
+        summary = run.actions[stage.name](stage)
+        if world.is_main:
+            stage.finish(summary)
+        world.wait()
+        log.info("%s: done", stage.name)
+    if "evaluate" in config.stages:
+        log.info("report: %s", run.folder("evaluate") / "report.md")
+        log.info("results: %s", run.folder("evaluate") / "results.json")
+
+
+class Run:
+    """A run's folders, the settings that make each stage, and the functions that do the work."""
+
+    def __init__(self, config: Config, run_dir: Path, world: World) -> None:
+        self.config, self.run_dir, self.world = config, run_dir, world
+
+    @cached_property
+    def backbone(self) -> Backbone:
+        """Loaded once, by the first stage that needs it."""
+        log.info("loading %s", self.config.model.name)
+        return load_backbone(self.config.model)
+
+    def folder(self, stage: str) -> Path:
+        """Where a stage lies: under `paths` if given there, else in the run's own folder."""
+        given = getattr(self.config.paths, stage, None)
+        return Path(given) if given is not None else self.run_dir / stage
+
+    def stage(self, name: str) -> Stage:
+        """A stage with all that makes it what it is."""
+        return Stage(name=name, folder=self.folder(name), settings=self._settings(name))
+
+    def open(self, stage: Stage) -> bool:
+        """Open a stage on the first process, then look at it on the others."""
+        done = stage.open() if self.world.is_main else False
+        self.world.wait()
+        return done if self.world.is_main else stage.open()
+
+    @property
+    def actions(self) -> Mapping[str, Callable[[Stage], dict[str, Any]]]:
+        """What each stage does; gives what its manifest will say."""
+        return {
+            "distill": lambda stage: distill(self.config, stage, self.backbone, self.world),
+            "medusa1": lambda stage: train_medusa1(
+                self.config, stage, self._rows_for("medusa1"), self.backbone, self.world
+            ),
+            "draft": lambda stage: train_draft(
+                self.config, stage, self._rows_for("draft"), self.backbone, self.world
+            ),
+            "evaluate": self._evaluate,
+        }
+
+    def _rows_for(self, stage: str) -> Path:
+        """The folder of the distilled rows that `stage` learns from."""
+        folder = self.folder("distill")
+        finished(folder, stage="distill", needed_by=stage)
+        return folder
+
+    def _evaluate(self, stage: Stage) -> dict[str, Any]:
+        """One process measures; the others wait, so that nothing disturbs the clocks."""
+        distilled = self._rows_for("evaluate")
+        heads = self._trained("medusa1", HEADS_FOLDER)
+        draft = None
+        if "draft" in self.config.stages or read_manifest(self.folder("draft")) is not None:
+            draft = self._trained("draft", DRAFT_FOLDER)
+        else:
+            log.warning("evaluate: no draft model in %s: none is compared", self.folder("draft"))
+        if not self.world.is_main:
+            return {}
+        return evaluate(
+            self.config, stage, self.backbone, distilled=distilled, heads=heads, draft=draft
+        )
+
+    def _trained(self, stage: str, subfolder: str) -> Trained:
+        """What a finished training stage left for `evaluate`."""
+        folder = self.folder(stage)
+        manifest = finished(folder, stage=stage, needed_by="evaluate")
+        return Trained(folder=folder / subfolder, summary=manifest["summary"])
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        config = self.config
+        model = _without(asdict(config.model), _PLACE)
+        shared = {"model": model, "seed": config.seed}
+        match name:
+            case "distill":
+                return {
+                    **shared,
+                    "prompts": {**asdict(config.prompts), "digest": self._prompts_digest},
+                    "distill": asdict(config.distill),
+                }
+            case "medusa1":
+                settings = {"heads": asdict(config.heads), "medusa1": _training(config.medusa1)}
+                return {**shared, **settings, "builds_on": self._builds_on("distill")}
+            case "draft":
+                settings = {"draft": _training(config.draft)}
+                return {**shared, **settings, "builds_on": self._builds_on("distill")}
+            case _:
+                return {
+                    **shared,
+                    "evaluate": asdict(config.evaluate),
+                    "builds_on": self._builds_on("distill", "medusa1", "draft"),
+                }
+
+    @cached_property
+    def _prompts_digest(self) -> str:
+        """Changes with any prompt or split, whatever the file is called."""
+        splits = prompts_by_split(self.config.prompts)
+        return fingerprint({name: [p.text for p in prompts] for name, prompts in splits.items()})
+
+    def _builds_on(self, *stages: str) -> dict[str, str | None]:
+        """Fingerprints of earlier stages: as they are on disk, or as this run will make them."""
+        found: dict[str, str | None] = {}
+        for name in stages:
+            manifest = None if name in self.config.stages else read_manifest(self.folder(name))
+            if name in self.config.stages:
+                found[name] = self.stage(name).fingerprint
+            else:
+                found[name] = manifest["fingerprint"] if manifest else None
+        return found
+
+
+def _training(section: Any) -> dict[str, Any]:
+    """A training section without what only decides how often something is shown or saved."""
+    optim: OptimConfig = section.optim
+    return {**asdict(section), "optim": _without(asdict(optim), _CADENCE)}
+
+
+def _without(settings: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in names}
