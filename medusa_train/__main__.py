@@ -1,4 +1,4 @@
-"""`python -m medusa_train +recipe=NAME [key=value ...]`: tidy argv, Hydra, check, run the stages."""
+"""`python -m medusa_train +recipe=NAME ...`: tidy argv, Hydra, check, run the stages."""
 
 import contextlib
 import logging

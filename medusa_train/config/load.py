@@ -1,4 +1,4 @@
-"""From YAML and overrides to a checked `Config`: where the shipped YAML lives, recipes as a group."""
+"""From YAML and overrides to a checked `Config`; recipes as a Hydra group."""
 
 import difflib
 import json

@@ -160,4 +160,4 @@ class _Batch:
             lowest = torch.finfo(self._model.dtype).min
             mask = torch.zeros(sees.shape, dtype=self._model.dtype, device=sees.device)
             masks[kind] = mask.masked_fill_(~sees, lowest).unsqueeze(1)
-        return masks[""] if "" in masks else masks
+        return masks.get("", masks)

@@ -21,7 +21,7 @@ class DraftModel:
         self.max_positions = min(model.max_positions, draft.max_positions) - gamma
         self._model, self._draft = model, draft
         self._target_reader, self._draft_reader = Reader(model), Reader(draft)
-        self._children = tuple((i + 1,) for i in range(gamma)) + ((),)
+        self._children = (*((i + 1,) for i in range(gamma)), ())
 
     def start(self, prompt: Sequence[int], *, room: int) -> int:
         """Read the prompt with both models; gives the first token."""

@@ -48,7 +48,7 @@ class Block:
         """Additive mask behind `length` certain tokens, [1, 1, N, length + N]."""
         start = self.capacity - length
         sliced = {kind: mask[..., start:] for kind, mask in self._masks.items()}
-        return sliced[""] if "" in sliced else sliced
+        return sliced.get("", sliced)
 
 
 class Reader:

@@ -1,5 +1,7 @@
 """The backbone: a frozen causal LM with its tokenizer, loaded from any supported source."""
 
+import contextlib
+import io
 import logging
 import os
 import warnings
@@ -90,12 +92,11 @@ def load_backbone(config: ModelConfig) -> Backbone:
     """
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    with quiet_transformers():
-        if config.name == "random:llama":
-            model, tokenizer = tiny_llama()
-            model = model.to(dtype)
-        else:
-            model, tokenizer = _load(config, dtype)
+    if config.name == "random:llama":
+        model, tokenizer = tiny_llama()
+        model = model.to(dtype)
+    else:
+        model, tokenizer = _load(config, dtype)
     if config.device_map is None:
         model = model.to(device)  # pyright: ignore
     return Backbone(model, tokenizer, name=config.name)
@@ -116,10 +117,11 @@ def _load(
     if config.device_map is not None:
         extra["device_map"] = config.device_map
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.location, **where)
-        model = AutoModelForCausalLM.from_pretrained(
-            source.location, dtype=dtype, attn_implementation=config.attention, **extra
-        )
+        with quiet_transformers(bars=source.is_remote):
+            tokenizer = AutoTokenizer.from_pretrained(source.location, **where)
+            model = AutoModelForCausalLM.from_pretrained(
+                source.location, dtype=dtype, attn_implementation=config.attention, **extra
+            )
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
@@ -187,17 +189,19 @@ def _refuse_recurrent(model: PreTrainedModel, name: str) -> None:
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars or loading notes of transformers."""
-    logging_module = transformers.logging
-    verbosity, bars = logging_module.get_verbosity(), logging_module.is_progress_bar_enabled()
-    logging_module.set_verbosity_error()
-    logging_module.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging_module.set_verbosity(verbosity)
-        if bars:
-            logging_module.enable_progress_bar()
+def quiet_transformers(*, bars: bool = False) -> Iterator[None]:
+    """No loading notes of transformers and, unless `bars`, no progress bars of it either."""
+    notes = transformers.logging
+    verbosity, had_bars = notes.get_verbosity(), notes.is_progress_bar_enabled()
+    notes.set_verbosity_error()
+    with contextlib.ExitStack() as stack:
+        stack.callback(notes.set_verbosity, verbosity)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        if not bars:
+            # The bar over GGUF tensors asks no switch
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+            notes.disable_progress_bar()
+            if had_bars:
+                stack.callback(notes.enable_progress_bar)
+        yield

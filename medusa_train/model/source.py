@@ -14,6 +14,11 @@ class ModelSource:
     location: str
     gguf_file: str | None
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the hub may have to be asked, which can take long."""
+        return not Path(self.location).is_dir()
+
 
 def resolve(name: str) -> ModelSource:
     """Find the model that `model.name` names; the hub itself is not asked here.

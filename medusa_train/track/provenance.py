@@ -38,10 +38,12 @@ def provenance() -> dict[str, Any]:
     """All of it as JSON-like values; what cannot be found out is null."""
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git": _git(),
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        **_git(),
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in _PACKAGES},
+        },
         "hardware": hardware(),
     }
 
@@ -75,7 +77,7 @@ def _git() -> dict[str, Any]:
     root = Path(__file__).resolve().parents[2]
     sha = _run_git(root, "rev-parse", "HEAD") if (root / ".git").exists() else None
     changes = _run_git(root, "status", "--porcelain", "--untracked-files=no") if sha else None
-    return {"sha": sha, "changed": None if changes is None else bool(changes)}
+    return {"git_sha": sha, "git_changed": None if changes is None else bool(changes)}
 
 
 def _run_git(root: Path, *arguments: str) -> str | None:
