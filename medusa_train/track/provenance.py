@@ -37,7 +37,7 @@ def write_provenance(folder: Path) -> None:
 def provenance() -> dict[str, Any]:
     """All of it as JSON-like values; what cannot be found out is null."""
     return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         **_git(),
         "versions": {
@@ -46,6 +46,12 @@ def provenance() -> dict[str, Any]:
         },
         "hardware": hardware(),
     }
+
+
+def command() -> str:
+    """The command line as it was typed, without the folder of the interpreter or script."""
+    program, *rest = sys.orig_argv
+    return shlex.join([Path(program).name, *(Path(rest[0]).name for _ in rest[:1]), *rest[1:]])
 
 
 def hardware() -> dict[str, Any]:

@@ -66,7 +66,8 @@ class Fit:
         """Train; log, evaluate and save at their intervals, and all three at the end.
 
         Raises:
-            TrainingError: if a loss or gradient is not finite; the weights are those before it.
+            TrainingError: if a loss or gradient is not finite; the weights are those before it,
+                and the last checkpoint is whole.
             Interrupted: after SIGTERM or SIGINT on any process, once a checkpoint is written.
         """
         total = total_steps(self.optim, len(self.rows))
@@ -186,6 +187,11 @@ class Fit:
         for name, values in found.items():
             metrics.update({f"eval/head{k}/{name}": value for k, value in enumerate(values)})
         self.sink.log(metrics, self.state.step)
+        if not math.isfinite(metrics["eval/loss"]):
+            raise TrainingError(
+                f"step {self.state.step}: the loss on the held-out rows is not finite. Lower "
+                "optim.lr, or use optim.compute_dtype=float32"
+            )
 
     def _weighted(self, losses: Sequence[float]) -> float:
         """The value that is optimised: NaN before the first log."""

@@ -1,0 +1,84 @@
+"""The loss of a whole step against a literal transcription of the formula, value and gradient."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from training_case import MemorySink, make_backbone, make_config, make_fit, make_heads, make_rows
+
+from medusa_train.data.hidden_states import online_source
+from medusa_train.train.engine import TorchEngine
+from medusa_train.train.objectives import Medusa1Objective
+
+
+def transcription(backbone, heads, rows, head_weight):
+    """sum_k w^k / N_k * sum over rows and t of CE(head_k(h[t]), y[t + k + 2]), one at a time."""
+    total = torch.zeros((), dtype=torch.float32)
+    for k in range(len(heads)):
+        terms = []
+        for row in rows:
+            ids = torch.tensor([row.ids])
+            with torch.no_grad():
+                hidden = backbone.model.model(input_ids=ids).last_hidden_state[0]
+            for t in range(len(row.ids)):
+                if t + k + 2 < len(row.ids) and row.mask[t + k + 2]:
+                    block = heads[k].layers[0].linear
+                    z = hidden[t] + F.silu(block.weight @ hidden[t] + block.bias)
+                    if heads[k].lm_head is None:
+                        logits = backbone.lm_head.weight @ z
+                    else:
+                        logits = heads[k].lm_head @ z
+                    terms.append(F.cross_entropy(logits, torch.tensor(row.ids[t + k + 2])))
+        total = total + head_weight**k * torch.stack(terms).sum() / len(terms)
+    return total
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_value_and_gradient_are_those_of_the_formula(lm_head):
+    backbone, rows = make_backbone(), make_rows(4)
+    heads = make_heads(backbone, lm_head=lm_head)
+    torch.manual_seed(3)
+    for parameter in heads.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    expected = transcription(backbone, heads, rows, 0.7)
+    parameters = list(heads.parameters())
+    wanted = torch.autograd.grad(expected, parameters)
+
+    objective = Medusa1Objective(
+        heads,
+        online_source(backbone),
+        shared_lm_head=backbone.lm_head.weight if lm_head == "shared" else None,
+        head_weight=0.7,
+        compute_dtype=torch.float32,
+    )
+    counts = objective.target_counts(rows).tolist()
+    scales = [w / n for w, n in zip(objective.weights, counts, strict=True)]
+    engine = TorchEngine(objective, make_config().medusa1.optim)
+    sums = [engine.accumulate(objective.batch([row]), scales) for row in rows]
+    found = (torch.stack(sums).sum(0) * torch.tensor(scales)).sum()
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=0)
+    for parameter, gradient in zip(parameters, wanted, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_untrained_heads_equal_the_lm_head_bit_for_bit():
+    backbone = make_backbone()
+    row = make_rows(1)[0]
+    hidden = backbone.hidden_states(
+        torch.tensor([row.ids]), torch.ones(1, len(row.ids), dtype=torch.bool)
+    )[0]
+    expected = F.linear(hidden, backbone.lm_head.weight)
+    for lm_head in ("own", "shared"):
+        heads = make_heads(backbone, lm_head=lm_head, num_layers=2)
+        for head in heads.heads:
+            shared = backbone.lm_head.weight if lm_head == "shared" else None
+            assert torch.equal(head.logits(hidden, shared=shared), expected)
+
+
+def test_the_whole_batch_through_the_loop_has_that_loss(tmp_path):
+    sink = MemorySink([])
+    fit = make_fit(tmp_path, sink=sink, batch_size=8, max_steps=1)
+    expected = transcription(make_backbone(), make_heads(make_backbone()), fit.rows, 0.8)
+    fit.run()
+    found = sink.lines[1][1]["train/loss"]
+    assert found == pytest.approx(expected.item(), rel=1e-5)
