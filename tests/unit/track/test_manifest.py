@@ -30,13 +30,30 @@ def test_new_then_unfinished_then_done(tmp_path):
 
 
 def test_other_settings_are_refused_with_every_difference(tmp_path):
-    stage(tmp_path, optim={"a": 1, "b": 2}).open()
+    made = stage(tmp_path, optim={"a": 1, "b": 2})
+    made.open()
+    (made.folder / "checkpoints").mkdir()
+    (made.folder / "checkpoints" / "state.json").touch()
     with pytest.raises(CheckpointError) as caught:
         stage(tmp_path, optim={"a": 1, "b": 3}, new=None, lr=2).open()
     message = str(caught.value)
     assert "optim.b: 2 there, 3 now" in message
     assert "lr: 1 there, 2 now" in message
     assert "optim.a" not in message
+
+
+def test_a_start_that_left_only_records_may_be_made_again_otherwise(tmp_path):
+    made = stage(tmp_path)
+    made.open()
+    (made.folder / "metrics.jsonl").write_text('{"step": 0}')
+    other = stage(tmp_path, lr=2)
+    assert other.open() is False
+    found = read_manifest(made.folder)
+    assert found is not None
+    assert found["settings"] == {"lr": 2}
+    other.finish({})
+    with pytest.raises(CheckpointError, match="lr: 2 there, 1 now"):
+        made.open()
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"stage": "x"}'])

@@ -9,13 +9,19 @@ from medusa_train.track.provenance import PROVENANCE, provenance, write_provenan
 
 
 def test_the_file_holds_command_versions_and_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/somewhere/else/run.py", "+recipe=x", "a=[1, 2]"])
+    started = ["/somewhere/bin/python", "/else/run.py", "+recipe=x", "a=[1, 2]"]
+    monkeypatch.setattr(sys, "orig_argv", started)
     write_provenance(tmp_path)
     found = json.loads((tmp_path / PROVENANCE).read_text())
-    assert found["command"] == "run.py +recipe=x 'a=[1, 2]'"
+    assert found["command"] == "python run.py +recipe=x 'a=[1, 2]'"
     assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert found["hardware"]["cores"] >= 1
     assert found["hardware"]["memory_gib"] > 0.1
+
+
+def test_a_module_stays_a_module(monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/python3", "-m", "medusa_train", "lr=1"])
+    assert provenance()["command"] == "python3 -m medusa_train lr=1"
 
 
 def test_the_commit_is_that_of_the_checkout(monkeypatch):
