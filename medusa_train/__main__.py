@@ -10,7 +10,7 @@ from pathlib import Path
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import OverrideParseException
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -148,7 +148,7 @@ def _explained():
 def _check_grammar(argument: str) -> None:
     try:
         OverridesParser.create().parse_override(argument)
-    except OverrideParseException:
+    except HydraException:
         key, value = argument.split("=", 1)
         raise ConfigError(
             f"cannot read {argument!r}: quote a value with special characters, "

@@ -18,6 +18,9 @@ from medusa_train.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 
+# What a stage writes before it has done anything that is worth keeping
+_RECORDS = (MANIFEST, "provenance.json", "metrics.jsonl", "wandb", "wandb_id.txt")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
@@ -40,6 +43,9 @@ class Stage:
             self._write("running", {})
             return False
         differences = _differences(found["settings"], _plain(self.settings))
+        if differences and found["status"] != "done" and not self._holds_work():
+            self._write("running", {})  # a start that failed leaves nothing to mix up
+            return False
         if differences:
             lines = "\n".join(f"  - {line}" for line in differences)
             raise CheckpointError(
@@ -56,6 +62,11 @@ class Stage:
     def fingerprint(self) -> str:
         """Hash of the settings: the stages that build on this one carry it in theirs."""
         return fingerprint(_plain(self.settings))
+
+    def _holds_work(self) -> bool:
+        """Whether anything but records lies in the folder."""
+        files = (path.relative_to(self.folder) for path in self.folder.rglob("*") if path.is_file())
+        return any(path.parts[0] not in _RECORDS for path in files)
 
     def _write(self, status: str, summary: Mapping[str, Any]) -> None:
         write_json(
