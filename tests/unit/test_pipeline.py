@@ -1,0 +1,233 @@
+"""The order of stages, what is skipped, resumed or refused; the stages themselves do nothing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medusa_train import pipeline
+from medusa_train.config.load import load
+from medusa_train.errors import CheckpointError, DataError
+from medusa_train.parallel import World
+from medusa_train.pipeline import Run, run_stages
+from medusa_train.track.manifest import read_manifest
+
+ALONE = World(rank=0, size=1)
+ALL = ["distill", "medusa1", "draft", "evaluate"]
+
+
+class Calls:
+    """Which stages were run, with their keyword arguments, and what each does when it is."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.given: dict[str, dict[str, Any]] = {}
+        self.act: dict[str, Callable[[Path], None]] = {}
+
+    def stage(self, name: str, place: int):
+        """A stand-in that finds its `Stage` at a place of its arguments."""
+
+        def stand_in(*given: Any, **named: Any) -> dict[str, Any]:
+            self.names.append(name)
+            self.given[name] = named
+            folder = given[place].folder
+            (folder / "work").write_text(name)
+            self.act.get(name, lambda _: None)(folder)
+            return {"made": name}
+
+        return stand_in
+
+
+@pytest.fixture
+def calls(monkeypatch) -> Calls:
+    found = Calls()
+    monkeypatch.setattr(pipeline, "distill", found.stage("distill", 1))
+    monkeypatch.setattr(pipeline, "train_medusa1", found.stage("medusa1", 1))
+    monkeypatch.setattr(pipeline, "train_draft", found.stage("draft", 1))
+    monkeypatch.setattr(pipeline, "evaluate", found.stage("evaluate", 1))
+    monkeypatch.setattr(pipeline, "load_backbone", lambda _: "a backbone")
+    return found
+
+
+def smoke(*overrides: str):
+    return load("+recipe=smoke", *overrides)
+
+
+def test_all_stages_run_in_order_and_a_second_run_loads_nothing(tmp_path, calls, monkeypatch):
+    run_stages(smoke(), tmp_path)
+    assert calls.names == ALL
+    assert {p.name for p in tmp_path.iterdir()} == set(ALL)
+    found = read_manifest(tmp_path / "draft")
+    assert found is not None
+    assert (found["status"], found["summary"]) == ("done", {"made": "draft"})
+
+    monkeypatch.delattr(pipeline, "load_backbone")
+    run_stages(smoke(), tmp_path)
+
+    assert calls.names == ALL
+
+
+def test_a_stage_that_fails_is_run_again_and_those_before_it_are_not(tmp_path, calls):
+    def fail(_: Path) -> None:
+        raise DataError("this time")
+
+    calls.act["draft"] = fail
+    with pytest.raises(DataError, match="this time"):
+        run_stages(smoke(), tmp_path)
+    assert calls.names == ALL[:3]
+
+    calls.act.clear()
+    run_stages(smoke(), tmp_path)
+
+    assert calls.names == [*ALL[:3], "draft", "evaluate"]
+
+
+def test_one_stage_alone_builds_on_what_lies_there(tmp_path, calls):
+    run_stages(smoke("stages=[distill,medusa1,draft]"), tmp_path)
+    run_stages(smoke("stages=[evaluate]"), tmp_path)
+
+    assert calls.names == ALL
+    given = calls.given["evaluate"]
+    assert given["heads"].folder == tmp_path / "medusa1" / "heads"
+    assert given["heads"].summary == {"made": "medusa1"}
+    assert given["draft"].folder == tmp_path / "draft" / "model"
+    assert given["distilled"] == tmp_path / "distill"
+
+
+def test_stages_run_one_by_one_are_those_of_a_whole_run(tmp_path, calls):
+    for name in ALL:
+        run_stages(smoke(f"stages=[{name}]"), tmp_path / "parts")
+    run_stages(smoke(), tmp_path / "whole")
+
+    for name in ALL:
+        fingerprints = [
+            json.loads((tmp_path / run / name / "manifest.json").read_text())["fingerprint"]
+            for run in ("parts", "whole")
+        ]
+        assert fingerprints[0] == fingerprints[1], name
+
+
+def test_a_draft_model_is_not_needed(tmp_path, calls):
+    run_stages(smoke("stages=[distill,medusa1,evaluate]"), tmp_path)
+
+    assert calls.given["evaluate"]["draft"] is None
+
+
+@pytest.mark.parametrize(
+    ("stages", "missing"),
+    [("[evaluate]", "distill"), ("[medusa1]", "distill"), ("[distill,evaluate]", "medusa1")],
+)
+def test_a_stage_without_what_it_builds_on_says_what_to_run(tmp_path, calls, stages, missing):
+    with pytest.raises(CheckpointError, match=f"needs the stage {missing}, which has not been run"):
+        run_stages(smoke(f"stages={stages}"), tmp_path)
+
+    run_stages(smoke(), tmp_path)  # as the message says: nothing is in the way
+
+    assert read_manifest(tmp_path / "evaluate") is not None
+
+
+def test_an_unfinished_stage_is_not_built_on(tmp_path, calls):
+    def fail(_: Path) -> None:
+        raise DataError("half way")
+
+    calls.act["distill"] = fail
+    with pytest.raises(DataError):
+        run_stages(smoke("stages=[distill]"), tmp_path)
+
+    with pytest.raises(CheckpointError, match="distill, which is not finished"):
+        run_stages(smoke("stages=[medusa1]"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "refused", "names"),
+    [
+        ("seed=1", "distill", "seed: 0 there, 1 now"),
+        ("distill.temperature=0.5", "distill", "distill.temperature: 0.7 there, 0.5 now"),
+        ("prompts.max_test=7", "distill", "prompts.max_test: 8 there, 7 now"),
+        ("heads.num_heads=2", "medusa1", "heads.num_heads: 3 there, 2 now"),
+        ("medusa1.optim.lr=0.1", "medusa1", "medusa1.optim.lr: 0.003 there, 0.1 now"),
+        ("draft.optim.epochs=3", "draft", "draft.optim.epochs: 2 there, 3 now"),
+        ("evaluate.gammas=[4]", "evaluate", r"evaluate.gammas: \[2, 3\] there, \[4\] now"),
+    ],
+)
+def test_another_setting_is_refused_by_the_first_stage_it_makes(
+    tmp_path, calls, override, refused, names
+):
+    run_stages(smoke(), tmp_path)
+
+    with pytest.raises(CheckpointError, match=f"{refused} was made with other settings") as error:
+        run_stages(smoke(override), tmp_path)
+
+    assert error.match(names)
+    assert calls.names == ALL
+    for name in ALL:
+        found = read_manifest(tmp_path / name)
+        assert found is not None
+        assert found["status"] == "done"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "medusa1.optim.log_every=1",
+        "draft.optim.save_every=1",
+        "medusa1.optim.eval_every=1",
+        "draft.optim.keep_checkpoints=1",
+        "model.device=auto",
+        "track=offline",
+        "deepspeed=zero1",
+        "description=other",
+    ],
+)
+def test_what_does_not_change_the_result_changes_no_stage(tmp_path, calls, override):
+    run_stages(smoke(), tmp_path)
+    run_stages(smoke(override), tmp_path)
+
+    assert calls.names == ALL
+
+
+def test_prompts_are_known_by_what_they_say_and_not_by_their_file(tmp_path, calls):
+    lines = [json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in range(60)]
+    shares = ("prompts.calibration_share=0.2", "prompts.test_share=0.2")
+    path = tmp_path / "prompts.jsonl"
+    settings = smoke(f"prompts.path={path}", *shares)
+    path.write_text("".join(lines))
+    run_stages(settings, tmp_path)
+    path.write_text("".join(reversed(lines)))
+    run_stages(settings, tmp_path)
+    assert calls.names == ALL
+
+    path.write_text("".join(lines).replace("Count to 9.", "Count up to 9."))
+
+    with pytest.raises(CheckpointError, match=r"prompts\.digest"):
+        run_stages(settings, tmp_path)
+
+
+def test_a_folder_given_in_paths_is_used_instead_of_the_runs_own(tmp_path, calls):
+    run_stages(smoke("stages=[distill]"), tmp_path / "first")
+    given = f"paths.distill={tmp_path}/first/distill"
+
+    run_stages(smoke("stages=[medusa1]", given), tmp_path / "second")
+
+    assert calls.names == ["distill", "medusa1"]
+    assert not (tmp_path / "second" / "distill").exists()
+
+
+def test_what_was_made_anew_below_is_refused_above(tmp_path, calls):
+    run_stages(smoke("stages=[distill]", "seed=1"), tmp_path / "other")
+    run_stages(smoke("stages=[distill,medusa1]"), tmp_path)
+    given = f"paths.distill={tmp_path}/other/distill"
+
+    with pytest.raises(CheckpointError, match=r"builds_on\.distill"):
+        run_stages(smoke("stages=[medusa1]", given), tmp_path)
+
+
+def test_only_the_first_process_measures_and_writes(tmp_path, calls):
+    run_stages(smoke("stages=[distill,medusa1]"), tmp_path)
+    second = Run(smoke("stages=[evaluate]"), tmp_path, World(rank=1, size=2))
+    stage = second.stage("evaluate")
+
+    assert second.actions["evaluate"](stage) == {}
+    assert "evaluate" not in calls.names
