@@ -49,13 +49,13 @@ def distill(config: Config, stage: Stage, backbone: Backbone, world: World) -> d
         answers, by split.
     """
     parts = plan_parts(config, stage.folder, backbone)
-    missing = [part for part in parts if not part.path.exists()]
     log.info(
         "distill: %d prompts, %d answered before",
         sum(len(part.prompts) for part in parts),
         sum(len(part.prompts) for part in parts if part.path.exists()),
     )
-    mine = missing[world.rank :: world.size]
+    # Whose part it is must not depend on what is there: another process may be writing already
+    mine = [part for part in parts[world.rank :: world.size] if not part.path.exists()]
     total = sum(len(part.prompts) for part in mine)
     tokens, begin = 0, time.monotonic()
     with progress("distill", total, is_main=world.is_main) as meter:
