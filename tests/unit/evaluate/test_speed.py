@@ -1,0 +1,107 @@
+"""Clocks: all methods in turn, each prompt by each, on a clock made by hand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from training_case import make_backbone
+
+from medusa_train.data.prompt_set import Prompt
+from medusa_train.data.prompts import EncodedPrompt
+from medusa_train.decode import Plain
+from medusa_train.evaluate import speed as module
+from medusa_train.evaluate.speed import measure, step_seconds
+
+
+class Clock:
+    """Stands still until told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self, device: torch.device) -> float:
+        return self.now
+
+
+@dataclass
+class Timed:
+    """A method whose steps take given seconds, and that notes them in a diary."""
+
+    name: str
+    clock: Clock
+    seconds: Sequence[float]
+    diary: list[str]
+    longest_block: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    room: int = 0
+    taken: int = 0
+
+    def start(self, prompt: Sequence[int], *, room: int) -> int:
+        self.room = room
+        return 0
+
+    def step(self, token: int) -> list[int]:
+        self.clock.now += self.seconds[self.taken % len(self.seconds)]
+        self.diary.append(f"{self.name}{token}")
+        self.taken += 1
+        return [token + 1]
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "clock", made)
+    return made
+
+
+def prompt(name: str, ids: list[int]) -> EncodedPrompt:
+    return EncodedPrompt(prompt=Prompt(id=name, kind="list", text=name, group=name), ids=ids)
+
+
+def test_step_latency_is_the_median_after_two_steps_of_warm_up(clock):
+    diary: list[str] = []
+    slow = Timed("a", clock, [100, 100, 1, 2, 3, 50, 2], diary)
+    fast = Timed("b", clock, [0.5], diary, longest_block=4)
+
+    assert step_seconds([slow, fast], [1, 2], repeats=5) == [2, 0.5]
+    assert diary[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
+    assert slow.room == fast.room == 8 * 4
+
+
+class Recorder:
+    """Counts prompts."""
+
+    done = 0
+
+    def advance(self, amount: int = 1, note: str | None = None) -> None:
+        self.done += amount
+
+
+def test_every_method_answers_every_prompt_and_none_always_comes_first(monkeypatch):
+    order = []
+    real = module.generate
+
+    def watch(method, *given, **named):
+        order.append(method.label)
+        return real(method, *given, **named)
+
+    monkeypatch.setattr(module, "generate", watch)
+    backbone = make_backbone()
+    methods = {}
+    for name in ("x", "y", "z"):
+        methods[name] = Plain(backbone)
+        methods[name].label = name  # pyright: ignore
+    prompts = [prompt(f"p{i}", [i + 1, 5, 9]) for i in range(3)]
+    meter = Recorder()
+
+    measured = measure(methods, prompts, backbone, max_new_tokens=4, warmup=1, meter=meter)
+
+    assert order == ["x", "y", "z", "x", "y", "z", "y", "z", "x", "z", "x", "y"]
+    assert meter.done == 3
+    for name in methods:
+        assert [m.prompt_id for m in measured[name]] == ["p0", "p1", "p2"]
+        assert {m.kind for m in measured[name]} == {"list"}
+        answers = [m.generation.ids for m in measured[name]]
+        assert answers == [m.generation.ids for m in measured["x"]]
+        assert all(1 <= len(ids) <= 4 for ids in answers)
