@@ -1,9 +1,10 @@
 """Answering many prompts at once, plainly: for distillation, where throughput counts.
 
-Prompts are padded on the left, so that all rows end at the same place. Finished rows leave the
-batch.
+What all prompts begin with, such as a template's system turn, is read once for all rows. The rest
+of each prompt is padded on the left, so that all rows end at the same place. Finished rows leave
+the batch.
 
-Legend: B rows, T padded prompt length, S capacity, V vocabulary, D hidden size.
+Legend: B rows, T new tokens of each row, S capacity, V vocabulary, D hidden size.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -59,7 +60,7 @@ def answer_batch(
         choose: picks the next tokens.
         lead: keep hidden states, from this many positions before the last of the prompt on.
     """
-    batch = _Batch(model, prompts, max_new_tokens)
+    batch = _Batch(model, prompts, max_new_tokens, apart=1 + (lead or 0))
     answers: list[list[int]] = [[] for _ in prompts]
     states: list[list[Tensor]] = [[] for _ in prompts]
     reasons: list[FinishReason] = ["length"] * len(prompts)
@@ -101,31 +102,48 @@ class _Batch:
     """Rows on their way through the model, with their cache and mask."""
 
     def __init__(
-        self, model: LanguageModel, prompts: Sequence[list[int]], max_new_tokens: int
+        self,
+        model: LanguageModel,
+        prompts: Sequence[list[int]],
+        max_new_tokens: int,
+        *,
+        apart: int,
     ) -> None:
-        longest = max(len(prompt) for prompt in prompts)
-        capacity = longest + max_new_tokens
+        """Lay out the rows; at least the last `apart` tokens of a prompt are read row by row."""
+        shared = shared_length(prompts, apart=apart)
+        rests = [prompt[shared:] for prompt in prompts]
+        longest = max(len(rest) for rest in rests)
+        capacity = shared + longest + max_new_tokens
         self.rows = list(range(len(prompts)))
         self.finished: set[int] = set()
         self._model = model
         self._windows = layer_windows(model)
         self._cache = DecodeCache(model.config.num_hidden_layers, capacity)
-        self._prompts = torch.zeros((len(prompts), longest), dtype=torch.long)
-        real = torch.zeros((len(prompts), capacity), dtype=torch.bool)
-        real[:, longest:] = True
-        for row, prompt in enumerate(prompts):
-            self._prompts[row, longest - len(prompt) :] = torch.tensor(prompt)
-            real[row, longest - len(prompt) : longest] = True
-        self._real = real.to(model.device)
-        self._pads = torch.tensor([longest - len(p) for p in prompts], device=model.device)
+        self._shared = torch.tensor([prompts[0][:shared]], dtype=torch.long)
+        self._rests = torch.zeros((len(prompts), longest), dtype=torch.long)
+        real = torch.ones((len(prompts), capacity), dtype=torch.bool)
+        places = torch.arange(capacity).repeat(len(prompts), 1)
+        for row, rest in enumerate(rests):
+            pads = longest - len(rest)
+            self._rests[row, pads:] = torch.tensor(rest)
+            real[row, shared : shared + pads] = False
+            places[row, shared:] -= pads
+        self._real = real.to(model.device)  # False where padded, [B, S]
+        self._places = places.clamp(min=0).to(model.device)  # position ids, [B, S]
 
     @property
     def is_empty(self) -> bool:
-        return len(self.finished) >= len(self._prompts)
+        return len(self.finished) >= len(self._rests)
 
     def prefill(self) -> Tensor:
-        """Hidden states of all prompts, [B, T, D]."""
-        return self._forward(self._prompts.to(self._model.device))
+        """Hidden states of all prompts behind what they share, [B, T, D]."""
+        if self._shared.shape[1]:
+            real, places = self._real, self._places
+            self._real, self._places = real[:1], places[:1]
+            self._forward(self._shared.to(self._model.device))
+            self._real, self._places = real, places
+            self._cache.repeat_rows(len(self.rows))
+        return self._forward(self._rests.to(self._model.device))
 
     def finish(self, places: list[int]) -> None:
         """These rows of the batch at hand are done."""
@@ -136,24 +154,24 @@ class _Batch:
         alive = [place for place, row in enumerate(self.rows) if row not in self.finished]
         if len(alive) <= _SHRINK_AT * len(self.rows):
             keep = torch.tensor(alive, device=chosen.device)
-            chosen, self._real, self._pads = chosen[keep], self._real[keep], self._pads[keep]
+            chosen, self._real, self._places = chosen[keep], self._real[keep], self._places[keep]
             self._cache.keep_rows(keep)
             self.rows = [self.rows[place] for place in alive]
         return self._forward(chosen.unsqueeze(1))[:, 0]
 
     def _forward(self, ids: Tensor) -> Tensor:
+        """Read new tokens of every row, [B, T] -> [B, T, D]."""
         begin = self._cache.length
         end = begin + ids.shape[1]
-        places = torch.arange(begin, end, device=ids.device)
-        positions = (places - self._pads.unsqueeze(1)).clamp(min=0)
-        mask = self._masks(places, end)
+        positions = self._places[:, begin:end]
+        mask = self._masks(positions, end)
         hidden = self._model.forward(ids, positions=positions, mask=mask, cache=self._cache)
         self._cache.commit(range(ids.shape[1]))
         return hidden
 
-    def _masks(self, places: Tensor, end: int) -> Tensor | dict[str, Tensor]:
+    def _masks(self, positions: Tensor, end: int) -> Tensor | dict[str, Tensor]:
         """Additive masks by layer type, [B, 1, T, S]."""
-        distance = places.unsqueeze(1) - torch.arange(end, device=places.device)
+        distance = positions.unsqueeze(2) - self._places[:, None, :end]
         masks = {}
         for kind, window in self._windows.items():
             sees = self._real[:, None, :end] & (distance >= 0) & (distance < window)
@@ -161,3 +179,13 @@ class _Batch:
             mask = torch.zeros(sees.shape, dtype=self._model.dtype, device=sees.device)
             masks[kind] = mask.masked_fill_(~sees, lowest).unsqueeze(1)
         return masks.get("", masks)
+
+
+def shared_length(prompts: Sequence[list[int]], *, apart: int) -> int:
+    """How many tokens all prompts begin with, leaving each its last `apart` (as far as it has)."""
+    if len(prompts) == 1:
+        return 0
+    first, last = min(prompts), max(prompts)  # the two that part soonest
+    most = max(0, min(len(prompt) for prompt in prompts) - apart)
+    alike = (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    return min(most, next(alike, most))

@@ -73,6 +73,13 @@ class DecodeCache(Cache):
         assert self._values is not None
         self._keys, self._values = self._keys[:, rows], self._values[:, rows]
 
+    def repeat_rows(self, times: int) -> None:
+        """Go on with so many copies of the only row."""
+        assert self._keys is not None
+        assert self._values is not None
+        self._keys = self._keys.repeat(1, times, 1, 1, 1)
+        self._values = self._values.repeat(1, times, 1, 1, 1)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Certain tokens (asked for by transformers)."""
         return self.length

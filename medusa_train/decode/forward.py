@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.decode.cache import DecodeCache
+from medusa_train.errors import ModelError
 from medusa_train.model.language_model import LanguageModel
 
 
@@ -85,7 +86,11 @@ def chain_block(model: LanguageModel, size: int, capacity: int) -> Block:
 
 
 def layer_windows(model: LanguageModel) -> dict[str, int]:
-    """How many positions back each type of layer sees; one entry named "" where all are alike."""
+    """How many positions back each type of layer sees; one entry named "" where all are alike.
+
+    Raises:
+        ModelError: if there are layers that see neither all positions nor the last few.
+    """
     config = model.config
     unlimited = 2**31
     window = getattr(config, "sliding_window", None) or unlimited
@@ -93,7 +98,14 @@ def layer_windows(model: LanguageModel) -> dict[str, int]:
     if not kinds:
         used = getattr(config, "use_sliding_window", True)
         return {"": window if used else unlimited}
-    return {kind: window if "sliding" in kind else unlimited for kind in dict.fromkeys(kinds)}
+    windows = {"full_attention": unlimited, "sliding_attention": window}
+    unknown = [kind for kind in kinds if kind not in windows]
+    if unknown:
+        raise ModelError(
+            f"model type {config.model_type} has layers of type {unknown[0]}, expected "
+            f"{' or '.join(windows)}; choose another model"
+        )
+    return {kind: windows[kind] for kind in dict.fromkeys(kinds)}
 
 
 def _additive(sees: Tensor, model: LanguageModel) -> Tensor:

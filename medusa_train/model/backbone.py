@@ -20,7 +20,7 @@ from transformers import (
 
 from medusa_train.config.schema import ModelConfig
 from medusa_train.errors import ConfigError, ModelError
-from medusa_train.model.language_model import LanguageModel, check_head
+from medusa_train.model.language_model import LanguageModel, check_head, check_positions
 from medusa_train.model.source import resolve
 from medusa_train.model.tiny import tiny_llama
 
@@ -39,7 +39,8 @@ class Backbone(LanguageModel):
         """Freeze `model` and refuse what cannot be served.
 
         Raises:
-            ModelError: if the model cannot roll back, or has an unusual LM head.
+            ModelError: if the model cannot roll back, has an unusual LM head, or counts positions
+                by itself.
         """
         _refuse_recurrent(model, name)
         model.eval().requires_grad_(False)
@@ -52,6 +53,7 @@ class Backbone(LanguageModel):
         self.name = name
         self.end_ids = _end_ids(model, tokenizer)
         check_head(model, self, name)
+        check_positions(self, name)
 
     def encode_prompt(self, text: str, system: str | None) -> list[int]:
         """Token ids of one user turn, ready for the answer to begin.

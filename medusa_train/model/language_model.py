@@ -113,3 +113,26 @@ def check_head(model: PreTrainedModel, wrapped: LanguageModel, name: str) -> Non
             f"{name}: the logits of model type {model.config.model_type} are not its LM head on "
             "the final hidden state; such a model is not supported"
         )
+
+
+def check_positions(wrapped: LanguageModel, name: str) -> None:
+    """Refuse a model that counts positions by itself, as with ALiBi: siblings in a tree share one.
+
+    Such a model gives the very same numbers wherever its input is said to lie.
+
+    Raises:
+        ModelError: naming the model type.
+    """
+    places = torch.arange(4, device=wrapped.device).unsqueeze(0)
+    with torch.no_grad():
+        here, there = (
+            wrapped.decoder(
+                input_ids=places, position_ids=places + shift, use_cache=False
+            ).last_hidden_state
+            for shift in (0, 5)
+        )
+    if torch.equal(here, there):
+        raise ModelError(
+            f"{name}: model type {wrapped.config.model_type} takes no position ids, as with ALiBi; "
+            "trees of candidates need them, choose a model with rotary or learned positions"
+        )

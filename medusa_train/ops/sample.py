@@ -26,7 +26,7 @@ def draw(logits: Tensor, uniform: Tensor, *, temperature: float, top_p: float) -
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)
     ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
     total = ordered.cumsum(dim=-1)
-    kept = total - ordered < top_p
+    kept = (total - ordered < top_p) & (ordered > 0)  # rounding must not reach an excluded id
     mass = total.masked_fill(~kept, 0.0).amax(dim=-1, keepdim=True)
     place = torch.searchsorted(total, uniform.unsqueeze(1).to(total.dtype) * mass, right=True)
     place = torch.minimum(place, kept.sum(dim=-1, keepdim=True) - 1)
