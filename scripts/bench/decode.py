@@ -1,0 +1,178 @@
+"""`decode`: answers to one prompt at a time, and what a tree costs per step.
+
+The peers are `generate` of transformers on the same weights, in the same dtype, with the same
+prompts. All answers have the same length: the end id is one that no model can choose.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from bench.case import Case
+from bench.rows import Row, Workload, compare, interleave
+from medusa_train.decode import DraftModel, Medusa, Method, Plain, generate
+from medusa_train.decode.generation import clock
+from medusa_train.model.heads import HeadsShape, MedusaHeads
+from medusa_train.model.language_model import LanguageModel
+from medusa_train.model.vocabulary import choose_token_map
+from medusa_train.ops.tree import Path, build_tree
+
+GAMMA = 4  # guesses of the draft model in a step
+DRAFT_LAYERS = 4  # of the target, as they are
+TREE_NODES = (8, 16)
+NUM_HEADS = 4  # the heads of the quick start ...
+HEAD_VOCAB = 8192  # ... and their vocabulary
+WARM_STEPS = 2
+
+
+def run(case: Case) -> list[Row]:
+    """All rows of `decode`."""
+    return [*_answers(case), *_overheads(case)]
+
+
+def _answers(case: Case) -> list[Row]:
+    count, tokens = (1, 6) if case.tiny else (3, 48)
+    prompts = case.prompts(count, max_new_tokens=tokens + GAMMA + 1)
+    backbone, draft = case.backbone, cut_layers(case.backbone.model, DRAFT_LAYERS)
+    guide = LanguageModel(
+        draft.get_decoder(), draft.get_output_embeddings(), valid_ids=backbone.valid_ids
+    )
+    ours = {
+        "plain_vs_transformers": Plain(backbone),
+        "draft_vs_assisted": DraftModel(backbone, guide, gamma=GAMMA),
+    }
+    peers = {"plain_vs_transformers": None, "draft_vs_assisted": draft}
+    workloads: dict[str, Workload] = {}
+    for name, method in ours.items():
+        workloads[name] = _speed(case, prompts, tokens, _ours(case, method, tokens))
+        workloads[f"{name}/peer"] = _speed(
+            case, prompts, tokens, _transformers(case, peers[name], tokens)
+        )
+    figures = interleave(workloads, repeats=case.repeats, warmup=1)
+    return [compare(name, figures[name], figures[f"{name}/peer"], unit="tokens/s") for name in ours]
+
+
+def _speed(
+    case: Case, prompts: Sequence[list[int]], tokens: int, answer: Callable[[list[int]], int]
+) -> Workload:
+    """Tokens per second over all prompts, prefill included."""
+
+    def workload() -> float:
+        begin = clock(case.backbone.device)
+        for prompt in prompts:
+            found = answer(prompt)
+            if found != tokens:
+                raise RuntimeError(f"an answer has {found} tokens, expected {tokens}")
+        return len(prompts) * tokens / (clock(case.backbone.device) - begin)
+
+    return workload
+
+
+def _ours(case: Case, method: Method, tokens: int) -> Callable[[list[int]], int]:
+    def answer(prompt: list[int]) -> int:
+        return len(generate(method, prompt, max_new_tokens=tokens, end_ids={case.never}).ids)
+
+    return answer
+
+
+def _transformers(
+    case: Case, assistant: PreTrainedModel | None, tokens: int
+) -> Callable[[list[int]], int]:
+    config = case.greedy(max_new_tokens=tokens, end_ids=[case.never])
+    extra = {} if assistant is None else {"assistant_model": assistant}
+    if assistant is not None:
+        # As many guesses in every step as ours, and none held back
+        assistant.generation_config.num_assistant_tokens = GAMMA
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0
+
+    @torch.inference_mode()
+    def answer(prompt: list[int]) -> int:
+        ids = torch.tensor([prompt], device=case.backbone.device)
+        attend = torch.ones_like(ids)
+        output = case.backbone.model.generate(
+            ids, attention_mask=attend, generation_config=config, **extra
+        )
+        return len(output[0].tolist()) - len(prompt)
+
+    return answer
+
+
+def cut_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
+    """The first layers of a model, at most all, with its norm and LM head, on shared memory."""
+    config = copy.deepcopy(model.config)
+    depth = int(config.num_hidden_layers)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == depth:  # one entry a layer, as layer_types
+            setattr(config, name, value[:num_layers])
+    config.num_hidden_layers = min(depth, num_layers)
+    with torch.random.fork_rng(devices=[]):
+        cut = type(model)(config)
+    missing = cut.load_state_dict(model.state_dict(), strict=False, assign=True).missing_keys
+    if missing:
+        raise RuntimeError(f"the target has no {missing[0]} to give to its draft model")
+    cut.generation_config = copy.deepcopy(model.generation_config)
+    return cut.to(model.device).eval().requires_grad_(False)  # buffers were not in the state
+
+
+def _overheads(case: Case) -> list[Row]:
+    steps = 2 if case.tiny else 12
+    room = (WARM_STEPS + steps + 1) * (NUM_HEADS + 1)
+    prompt = case.prompts(1, max_new_tokens=room)[0]
+    heads = untrained_heads(case)
+    methods: dict[str, Method] = {"plain": Plain(case.backbone)}
+    for nodes in TREE_NODES:
+        tree = build_tree(
+            bushy_paths(nodes), num_heads=NUM_HEADS, max_rank=heads.shape.head_vocab_size
+        )
+        methods[f"medusa_overhead_{nodes}_nodes"] = Medusa(case.backbone, heads, tree)
+    workloads = {
+        name: _step_ms(method, prompt, steps=steps, room=room) for name, method in methods.items()
+    }
+    figures = interleave(workloads, repeats=case.repeats, warmup=1)
+    plain = figures.pop("plain")
+    return [compare(name, spent, plain, unit="ms/step") for name, spent in figures.items()]
+
+
+def _step_ms(method: Method, prompt: list[int], *, steps: int, room: int) -> Workload:
+    """Milliseconds per step, from the same context each time; the prefill is not timed."""
+
+    @torch.inference_mode()
+    def workload() -> float:
+        token = method.start(prompt, room=room)
+        for _ in range(WARM_STEPS):
+            token = method.step(token)[-1]
+        begin = clock(method.device)
+        for _ in range(steps):
+            token = method.step(token)[-1]
+        return 1e3 * (clock(method.device) - begin) / steps
+
+    return workload
+
+
+def untrained_heads(case: Case) -> MedusaHeads:
+    """Heads as the quick start has them; what they guess does not change what a step costs."""
+    backbone = case.backbone
+    token_map = choose_token_map([], size=HEAD_VOCAB, vocab_size=backbone.vocab_size)
+    shape = HeadsShape(
+        num_heads=NUM_HEADS,
+        num_layers=1,
+        lm_head="reduced",
+        hidden_size=backbone.hidden_size,
+        vocab_size=backbone.vocab_size,
+        head_vocab_size=len(token_map),
+    )
+    heads = MedusaHeads(shape, token_map)
+    heads.copy_lm_head(backbone.lm_head.weight.detach())  # pyright: ignore
+    return heads.to(device=backbone.device, dtype=backbone.dtype).eval().requires_grad_(False)
+
+
+def bushy_paths(nodes: int) -> list[Path]:
+    """A tree of a usual form, deep on the best guesses: rank r counts as r + 1 along a path."""
+    found: list[tuple[int, Path]] = [(0, ())]
+    for cost, path in found:  # grows on the way, by at most a level of depth at a time
+        if len(path) < NUM_HEADS:
+            found += [(cost + rank + 1, (*path, rank)) for rank in range(8)]
+    return [path for _, path in sorted(found)[1 : nodes + 1]]

@@ -1,0 +1,241 @@
+"""The benchmark measures what it says: fixed names, true peaks, a peer that does the same work."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+CPU = torch.device("cpu")
+KEYS = {"name", "value", "peer", "ratio", "unit", "spread"}
+NAMES = {
+    "decode": [
+        "plain_vs_transformers",
+        "draft_vs_assisted",
+        "medusa_overhead_8_nodes",
+        "medusa_overhead_16_nodes",
+    ],
+    "train": [
+        "loss_memory_k5_over_k1",
+        "loss_memory_vs_stacked",
+        "train_tokens_per_s",
+        "loss_memory_k5_over_k1_shared",
+        "loss_memory_vs_stacked_shared",
+        "train_tokens_per_s_shared",
+    ],
+    "distill": ["distill_tokens_per_s"],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _scripts():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPTS))
+        yield
+
+
+@pytest.fixture(scope="module")
+def case():
+    from bench.case import build_case
+
+    return build_case(model=None, repeats=5, tiny=True)
+
+
+@pytest.mark.parametrize("name", list(NAMES))
+def test_rows_and_table(name, tmp_path, capsys):
+    import benchmark
+
+    path = tmp_path / "new" / "rows.json"
+    assert benchmark.main([name, "--tiny", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())
+    assert [row["name"] for row in rows] == NAMES[name]
+    table = capsys.readouterr().out
+    for row in rows:
+        assert row.keys() == KEYS
+        assert row["name"] in table
+        assert row["value"] > 0
+        assert row["ratio"] == pytest.approx(row["value"] / row["peer"])
+        assert math.isfinite(row["spread"])
+        assert row["spread"] >= 0
+
+
+def test_loss_memory_is_measured_to_be_flat_in_the_number_of_heads(case):
+    from bench.memory import peak_bytes
+    from bench.train import build_training
+
+    five, one = (build_training(case, "own", num_heads=k, positions=512) for k in (5, 1))
+    logits = 512 * case.backbone.vocab_size * 4
+    ours = peak_bytes(five.ours, CPU)
+    assert logits < ours < 1.15 * peak_bytes(one.ours, CPU)
+    assert peak_bytes(five.stacked, CPU) > 5 * logits
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_stacking_gives_the_same_losses_and_gradients(case, lm_head):
+    from bench.train import build_training
+
+    training = build_training(case, lm_head, num_heads=3, positions=16)
+    parameters = list(training.objective.parameters())
+    ours = training.ours()
+    gradients = [p.grad.clone() for p in parameters]
+    for parameter in parameters:
+        parameter.grad.zero_()
+    torch.testing.assert_close(training.stacked(), ours)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_a_peer_that_computes_something_else_is_refused(case):
+    from bench.train import build_training
+
+    training = build_training(case, "own", num_heads=2, positions=16)
+    training.check()
+    object.__setattr__(training, "stacked", lambda: 2 * training.ours())
+    with pytest.raises(RuntimeError, match="expected"):
+        training.check()
+
+
+def test_both_sides_of_decoding_run_the_models_equally_often(case):
+    from bench.decode import GAMMA, _ours, _transformers, cut_layers
+
+    from medusa_train.decode import DraftModel, Plain
+    from medusa_train.model.language_model import LanguageModel
+
+    draft = cut_layers(case.backbone.model, 1)
+    guide = LanguageModel(
+        draft.get_decoder(), draft.get_output_embeddings(), valid_ids=case.backbone.valid_ids
+    )
+    calls = {"target": 0, "draft": 0}
+
+    def count(model, name):
+        def hook(*_):
+            calls[name] += 1
+
+        return model.get_decoder().register_forward_hook(hook)
+
+    hooks = [count(case.backbone.model, "target"), count(draft, "draft")]
+    prompt = case.prompts(1, max_new_tokens=64)[0]
+
+    def forwards(answer):
+        calls.update(target=0, draft=0)
+        assert answer(prompt) == 24
+        return dict(calls)
+
+    plain = forwards(_ours(case, Plain(case.backbone), 24))
+    assert plain == {"target": 24, "draft": 0}
+    assert forwards(_transformers(case, None, 24)) == plain
+    ours = forwards(_ours(case, DraftModel(case.backbone, guide, gamma=GAMMA), 24))
+    peer = forwards(_transformers(case, draft, 24))
+    for hook in hooks:
+        hook.remove()
+    # Ours reads the prompt apart from the first check; the peer guesses less at the very end
+    assert 0 <= ours["target"] - peer["target"] <= 1
+    assert abs(ours["draft"] - peer["draft"]) <= GAMMA
+    assert ours["draft"] > ours["target"]
+
+
+def test_the_draft_shares_the_targets_weights(case):
+    from bench.decode import cut_layers
+
+    draft, target = cut_layers(case.backbone.model, 1), case.backbone.model
+    assert len(draft.model.layers) == 1
+    assert draft.lm_head.weight.data_ptr() == target.lm_head.weight.data_ptr()
+    whole = cut_layers(target, 99)
+    ids = torch.arange(8).unsqueeze(0)
+    torch.testing.assert_close(whole(ids).logits, target(ids).logits, rtol=0, atol=0)
+
+
+def test_peak_counts_what_lives_at_once():
+    from bench.memory import peak_bytes
+
+    def work():
+        for size in (3, 10, 2):  # million bytes, each released before the next
+            torch.ones(size * 1_000_000, dtype=torch.uint8)
+        a = torch.ones(4_000_000, dtype=torch.uint8)
+        b = torch.ones(5_000_000, dtype=torch.uint8)
+        return a, b
+
+    before = torch.ones(50_000_000, dtype=torch.uint8)  # not part of it
+    assert peak_bytes(work, CPU) == pytest.approx(10_000_000, rel=0.01)
+    del before
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the kernel keeps no high-water mark"
+)
+def test_the_kernel_sees_the_same_peak():
+    from bench.memory import peak_bytes, peak_resident_bytes
+
+    def work():
+        return (torch.ones(25_000_000) + 1).sum()  # two of 100 MB at once
+
+    work()
+    assert peak_bytes(work, CPU) == pytest.approx(200e6, rel=0.01)
+    assert peak_resident_bytes(work) == pytest.approx(200e6, rel=0.1)
+
+
+def test_medians_ratio_and_spread():
+    from bench.rows import compare
+
+    row = compare("x", [2.0, 4.0, 6.0, 8.0, 100.0], [1.0, 2.0, 3.0, 4.0, 20.0], unit="tokens/s")
+    assert (row.value, row.peer, row.ratio) == (6.0, 3.0, 2.0)
+    assert row.spread == 0.0  # ratios 2, 2, 2, 2, 5
+    assert compare("x", [1, 2, 3, 4, 5], [1] * 5, unit="s").spread == pytest.approx(2 / 3)
+
+
+def test_rounds_take_turns_and_warmup_does_not_count():
+    from bench.rows import interleave
+
+    order = []
+
+    def workload(name):
+        def run():
+            order.append(name)
+            return len(order)
+
+        return run
+
+    figures = interleave({"a": workload("a"), "b": workload("b")}, repeats=2, warmup=1)
+    assert "".join(order) == "abbaab"
+    assert figures == {"a": [4, 5], "b": [3, 6]}
+
+
+def test_trees_have_the_nodes_they_are_named_for():
+    from bench.decode import NUM_HEADS, TREE_NODES, bushy_paths
+
+    from medusa_train.ops.tree import build_tree
+
+    for nodes in TREE_NODES:
+        tree = build_tree(bushy_paths(nodes), num_heads=NUM_HEADS, max_rank=8)
+        assert tree.nodes == nodes
+        assert tree.depth[-1] == NUM_HEADS
+
+
+def test_only_tokens_of_the_answer_count():
+    from bench.distill import answer_length, left_padded
+
+    assert answer_length([5, 9, 7, 7], {9}) == 2
+    assert answer_length([5, 6], {9}) == 2
+    ids, attend = left_padded([[1], [2, 3]], CPU)
+    assert ids.tolist() == [[0, 1], [2, 3]]
+    assert attend.tolist() == [[0, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("repeats", ["4", "x"])
+def test_too_few_repeats_are_refused(repeats, capsys):
+    import benchmark
+
+    with pytest.raises(SystemExit) as exit_:
+        benchmark.main(["decode", "--repeats", repeats])
+    assert exit_.value.code == 2
+    assert "at least 5" in capsys.readouterr().err
+
+
+def test_a_missing_model_is_an_error_in_words(capsys):
+    import benchmark
+
+    assert benchmark.main(["decode", "--model", "./nowhere"]) == 1
+    assert "no such folder" in capsys.readouterr().err
