@@ -57,8 +57,11 @@ class HeadGuesses:
         self, model: LanguageModel, heads: MedusaHeads, ranks_by_depth: Sequence[int]
     ) -> None:
         """Ask head k for its best `ranks_by_depth[k]` tokens."""
-        self._heads, self._ranks = heads, ranks_by_depth
-        self._shared = None if heads.shape.lm_head != "shared" else model.lm_head.weight
+        self._ranks = ranks_by_depth
+        self._to_backbone_ids = heads.to_backbone_ids
+        self._heads = [
+            heads[k].for_decoding(shared=model.logits) for k in range(len(ranks_by_depth))
+        ]
         self._valid = model.valid_ids if heads.token_map is None else None
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -72,7 +75,7 @@ class HeadGuesses:
 
     def _best(self, hidden: Tensor, k: int) -> Tensor:
         """[P, D] -> [P, ranks of head k]."""
-        logits = self._heads[k].logits(hidden, shared=self._shared)[:, : self._valid]
+        logits = self._heads[k](hidden)[:, : self._valid]
         if self._ranks[k] == 1:
-            return self._heads.to_backbone_ids(logits.argmax(dim=-1, keepdim=True))
-        return self._heads.to_backbone_ids(logits.topk(self._ranks[k]).indices)
+            return self._to_backbone_ids(logits.argmax(dim=-1, keepdim=True))
+        return self._to_backbone_ids(logits.topk(self._ranks[k]).indices)

@@ -28,7 +28,8 @@ from medusa_train.config.schema import ModelConfig
 from medusa_train.errors import ConfigError, ModelError
 from medusa_train.model.backbone import Backbone, load_backbone, quiet_transformers
 from medusa_train.model.language_model import LanguageModel
-from medusa_train.ops.loss import IGNORE, linear_cross_entropy
+from medusa_train.model.vocabulary import to_reduced_ids
+from medusa_train.ops.loss import linear_cross_entropy
 from medusa_train.track.manifest import replace_folder, write_json
 
 DRAFT = "draft.json"
@@ -70,11 +71,7 @@ class DraftModel(nn.Module):
 
     def to_draft_ids(self, ids: Tensor) -> Tensor:
         """Target ids as the draft's; `IGNORE` where it has none, any shape."""
-        if self.token_map is None:
-            return ids
-        index = torch.searchsorted(self.token_map, ids.clamp(min=0))
-        index = index.clamp(max=self.token_map.shape[0] - 1)
-        return torch.where(self.token_map[index] == ids, index, IGNORE)
+        return ids if self.token_map is None else to_reduced_ids(ids, self.token_map)
 
 
 @torch.no_grad()

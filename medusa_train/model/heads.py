@@ -7,6 +7,7 @@ Architecture after Cai et al. 2024 (arXiv 2401.10774), section 2.1.1.
 Legend: P positions, K heads, V vocabulary of the heads, D hidden size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa_train.model.packed import fast_linear, fast_twin
+from medusa_train.model.vocabulary import to_reduced_ids
 from medusa_train.ops.loss import IGNORE, linear_cross_entropy
+
+Projection = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +89,16 @@ class MedusaHead(nn.Module):
         """[P, D] -> [P, V], in the dtype of the weights."""
         return F.linear(self.layers(hidden.to(self._block_dtype(hidden))), self._weight(shared))
 
+    def for_decoding(self, *, shared: Projection) -> Projection:
+        """The same logits with frozen weights laid out for few positions: [P, D] -> [P, V].
+
+        Args:
+            shared: the backbone's LM head, for heads without one of their own.
+        """
+        layers = fast_twin(self.layers)
+        project = shared if self.lm_head is None else fast_linear(self.lm_head)
+        return lambda hidden: project(layers(hidden))
+
     def _weight(self, shared: Tensor | None) -> Tensor:
         weight = self.lm_head if self.lm_head is not None else shared
         if weight is None:
@@ -139,8 +154,4 @@ class MedusaHeads(nn.Module):
 
     def to_head_ids(self, ids: Tensor) -> Tensor:
         """Backbone ids as ids of the heads' vocabulary; `IGNORE` where the heads have none."""
-        if self.token_map is None:
-            return ids
-        index = torch.searchsorted(self.token_map, ids.clamp(min=0))
-        index = index.clamp(max=self.token_map.shape[0] - 1)
-        return torch.where(self.token_map[index] == ids, index, IGNORE)
+        return ids if self.token_map is None else to_reduced_ids(ids, self.token_map)

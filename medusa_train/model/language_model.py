@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from medusa_train.errors import ModelError
 from medusa_train.model.compat import cache_argument
+from medusa_train.model.packed import fast_twin
 
 
 class LanguageModel:
@@ -43,6 +44,7 @@ class LanguageModel:
         self.vocab_size = rows
         self.valid_ids = min(rows, valid_ids or rows) if token_map is None else rows
         self.hidden_size = int(self.config.hidden_size)
+        self._decoder, self._lm_head = fast_twin(decoder), fast_twin(lm_head)
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._cache_argument = cache_argument(type(decoder))
 
@@ -71,20 +73,20 @@ class LanguageModel:
             cache: keys and values of the S - T tokens before; the new ones are added to it.
         """
         cached = {self._cache_argument: cache}
-        return self.decoder(
+        return self._decoder(
             input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, **cached
         ).last_hidden_state
 
     def hidden_states(self, ids: Tensor, attend: Tensor) -> Tensor:
         """Final-norm hidden states of right-padded rows, without a cache, [B, T] -> [B, T, D]."""
         attention_mask = None if bool(attend.all()) else attend
-        return self.decoder(
+        return self._decoder(
             input_ids=ids, attention_mask=attention_mask, use_cache=False
         ).last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V]; padding ids get minus infinity."""
-        logits = self.lm_head(hidden)
+        logits = self._lm_head(hidden)
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         if self.valid_ids < self.vocab_size:
@@ -118,7 +120,8 @@ def check_head(model: PreTrainedModel, wrapped: LanguageModel, name: str) -> Non
 def check_positions(wrapped: LanguageModel, name: str) -> None:
     """Refuse a model that counts positions by itself, as with ALiBi: siblings in a tree share one.
 
-    Such a model gives the very same numbers wherever its input is said to lie.
+    Such a model gives the very same numbers wherever its input is said to lie; with rotary
+    positions at least the rounding differs.
 
     Raises:
         ModelError: naming the model type.
