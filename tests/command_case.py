@@ -4,13 +4,18 @@ import contextlib
 import io
 import json
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from medusa_train import __main__ as command
 
@@ -78,6 +83,40 @@ def run_command(
     return Outcome(status=done.returncode, out=done.stdout, err=done.stderr)
 
 
+def start(cwd: Path, *arguments: str) -> ForkServerProcess:
+    """Start the command as a process to be killed; what it says goes to `said.log` in `cwd`.
+
+    It is forked from a server that has imported torch and runs nothing: many starts take as long
+    as one.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["medusa_train.pipeline"])
+    process = context.Process(target=_be_the_command, args=(str(cwd), arguments))
+    process.start()
+    return process
+
+
+def signal_when(process: ForkServerProcess, number: int, come: Callable[[], bool]) -> int:
+    """Send a signal to a process as soon as something holds; its status, below 0 if killed."""
+    deadline = time.monotonic() + TIMEOUT
+    while process.is_alive() and not come():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)  # between looks, not for luck
+    if process.is_alive():
+        assert process.pid is not None
+        os.kill(process.pid, number)
+    return ended(process)
+
+
+def ended(process: ForkServerProcess) -> int:
+    """Wait for the end of a process; its status."""
+    process.join(TIMEOUT)
+    if process.exitcode is None:
+        process.kill()
+        raise AssertionError(f"still running after {TIMEOUT} s")
+    return process.exitcode
+
+
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment without a launcher's traces, one thread, no hub."""
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -97,6 +136,16 @@ def losses(stage: Path) -> list[tuple[int, dict[str, float]]]:
 def manifest(stage: Path) -> dict[str, Any]:
     """The manifest of a stage folder."""
     return json.loads((stage / "manifest.json").read_text())
+
+
+def _be_the_command(cwd: str, arguments: Sequence[str]) -> None:
+    os.chdir(cwd)
+    said = os.open("said.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    torch.set_num_threads(1)  # as `environment` asks of the others
+    sys.argv = ["medusa_train", *arguments]
+    command.main()
 
 
 @contextlib.contextmanager
