@@ -17,6 +17,7 @@ from medusa_train.decode.cache import DecodeCache
 from medusa_train.decode.forward import layer_windows
 from medusa_train.decode.stopping import FinishReason
 from medusa_train.model.language_model import LanguageModel
+from medusa_train.ops.sample import best_ids
 
 _SHRINK_AT = 0.8  # finished rows leave once the rest is at most this share of the batch
 
@@ -37,7 +38,7 @@ class Answer:
 
 def best_token(logits: Tensor, rows: list[int], step: int) -> Tensor:
     """Greedy choice."""
-    return logits.argmax(dim=-1)
+    return best_ids(logits)
 
 
 @torch.inference_mode()

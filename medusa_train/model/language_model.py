@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from medusa_train.errors import ModelError
+from medusa_train.model.attention import use_grouped_attention
 from medusa_train.model.compat import cache_argument
 from medusa_train.model.packed import fast_twin
+from medusa_train.ops.sample import best_ids
 
 
 class LanguageModel:
@@ -45,6 +47,7 @@ class LanguageModel:
         self.valid_ids = min(rows, valid_ids or rows) if token_map is None else rows
         self.hidden_size = int(self.config.hidden_size)
         self._decoder, self._lm_head = fast_twin(decoder), fast_twin(lm_head)
+        use_grouped_attention(self._decoder)  # pyright: ignore
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._cache_argument = cache_argument(type(decoder))
 
@@ -95,7 +98,7 @@ class LanguageModel:
 
     def best(self, hidden: Tensor) -> Tensor:
         """The greedy next token of each position in target ids, [..., D] -> [...]."""
-        ids = self.logits(hidden).argmax(dim=-1)
+        ids = best_ids(self.logits(hidden))
         return ids if self.token_map is None else self.token_map[ids]
 
 

@@ -52,11 +52,8 @@ def fast_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
 def fast_twin(module: nn.Module) -> nn.Module:
     """The same module with its linear layers rearranged where that pays; for inference only.
 
-    Everything but the rearranged weights is shared with `module`, which does not change. Where
-    nothing is to be gained, it is `module` itself.
+    Everything but the rearranged weights is shared with `module`, which does not change.
     """
-    if not any(_is_plain(child) and can_pack(child.weight) for child in module.modules()):
-        return module
     if _is_plain(module):
         return fast_linear(module.weight, module.bias)  # pyright: ignore
     tensors = [*module.parameters(), *module.buffers()]

@@ -8,7 +8,8 @@ from torch import Tensor
 
 IGNORE = -100  # "no target here", as in torch.nn.functional.cross_entropy
 
-LOGITS_BYTES = 64 * 2**20  # a chunk of logits is at most this large, in float32
+LOGITS_BYTES = 64 * 2**20  # a chunk of logits is at most this large
+CACHE_BYTES = 2 * 2**20  # and on a CPU its softmax is taken in slices that stay in the cache
 
 
 def head_targets(ids: Tensor, supervised: Tensor, num_heads: int, *, first: int = 2) -> Tensor:
@@ -76,23 +77,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         total = hidden.new_zeros((), dtype=torch.float32)
-        rows = max(1, LOGITS_BYTES // (4 * weight.shape[0]))
+        rows = max(1, LOGITS_BYTES // (dtype.itemsize * weight.shape[0]))
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
             hidden_c = hidden[chunk].detach().to(dtype)
-            target_c = targets[chunk].unsqueeze(1)
-            logits = (hidden_c @ weight_c.T).float()
-            log_sum = logits.logsumexp(dim=1, keepdim=True)
-            total += (log_sum - logits.gather(1, target_c)).sum()
-            if grad_hidden is None and grad_weight is None:
-                continue
-            grad = logits.sub_(log_sum).exp_()
-            grad.scatter_add_(1, target_c, grad.new_full((1, 1), -1.0).expand_as(target_c))
-            grad = grad.to(dtype)
+            logits = hidden_c @ weight_c.T
+            total += _loss_then_gradient(logits, targets[chunk])
             if grad_hidden is not None:
-                grad_hidden[chunk] = grad @ weight_c
+                grad_hidden[chunk] = logits @ weight_c
             if grad_weight is not None:
-                grad_weight += grad.T @ hidden_c
+                grad_weight += logits.T @ hidden_c
         ctx.save_for_backward(
             grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
         )
@@ -108,3 +102,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _loss_then_gradient(logits: Tensor, targets: Tensor) -> Tensor:
+    """Summed cross-entropy of logits, [P, V], which are overwritten by its gradient."""
+    total = logits.new_zeros((), dtype=torch.float32)
+    on_cpu = logits.device.type == "cpu"
+    rows = max(1, CACHE_BYTES // (4 * logits.shape[1])) if on_cpu else max(1, len(logits))
+    for part, wanted in zip(logits.split(rows), targets.split(rows), strict=True):
+        index = wanted.unsqueeze(1)
+        exact = part.float()
+        # The best token's share is never tiny, so its logarithm is exact where others' underflow
+        share = exact.softmax(dim=1)
+        log_sum = exact.amax(dim=1) - share.amax(dim=1).log()
+        total += (log_sum - exact.gather(1, index).squeeze(1)).sum()
+        share.scatter_add_(1, index, share.new_full((1, 1), -1.0).expand_as(index))
+        part.copy_(share)
+    return total

@@ -22,7 +22,7 @@ def draw(logits: Tensor, uniform: Tensor, *, temperature: float, top_p: float) -
         Ids, [B].
     """
     if temperature < GREEDY_BELOW:
-        return logits.argmax(dim=-1)
+        return best_ids(logits)
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)
     ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
     total = ordered.cumsum(dim=-1)
@@ -31,3 +31,18 @@ def draw(logits: Tensor, uniform: Tensor, *, temperature: float, top_p: float) -
     place = torch.searchsorted(total, uniform.unsqueeze(1).to(total.dtype) * mass, right=True)
     place = torch.minimum(place, kept.sum(dim=-1, keepdim=True) - 1)
     return ids.gather(1, place).squeeze(1)
+
+
+def best_ids(logits: Tensor) -> Tensor:
+    """`logits.argmax(-1)`, the first of equals, [..., V] -> [...].
+
+    On a CPU the plain call goes over a large vocabulary value by value. Here the largest value of
+    each block of 128 is found first, which runs on whole vectors.
+    """
+    width = 128
+    if logits.device.type != "cpu" or logits.shape[-1] % width:
+        return logits.argmax(dim=-1)
+    blocks = logits.unflatten(-1, (-1, width))
+    block = blocks.amax(dim=-1).argmax(dim=-1, keepdim=True)
+    inside = blocks.gather(-2, block.unsqueeze(-1).expand(*block.shape, width)).argmax(dim=-1)
+    return (block * width + inside).squeeze(-1)
