@@ -22,9 +22,9 @@ from torch import Tensor
 
 from medusa_train.errors import DataError
 
-# States are stored from this many positions before the answer on, so that every head of up to
-# LEAD - 1 finds the prompt positions whose targets lie in the answer.
-LEAD = 8
+# States are stored from this many positions before the answer on, so that each of up to LEAD - 1
+# heads (more than a config allows) finds the prompt positions whose targets lie in the answer.
+LEAD = 17
 
 SCHEMA = pa.schema(
     [

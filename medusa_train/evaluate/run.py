@@ -42,6 +42,7 @@ from medusa_train.track.sinks import open_sinks
 log = logging.getLogger(__name__)
 
 TREE = "tree.json"
+REPORT_FILES = ("results.json", "report.md", "speedup.png", "acceptance.png", TREE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,5 +317,8 @@ def _track(config: Config, stage: Stage, headline: Mapping[str, Any]) -> None:
         stage=stage.name,
         settings=stage.settings,
     )
-    sink.log({name: value for name, value in headline.items() if value is not None}, 0)
-    sink.close()
+    try:
+        sink.log({name: value for name, value in headline.items() if value is not None}, 0)
+        sink.attach([stage.folder / name for name in REPORT_FILES])
+    finally:
+        sink.close()

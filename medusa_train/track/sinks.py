@@ -28,6 +28,10 @@ class Sink(Protocol):
         """Take metrics of a step."""
         ...
 
+    def attach(self, files: Sequence[Path]) -> None:
+        """Take files that belong to the result: plots, reports, weights."""
+        ...
+
     def close(self) -> None:
         """Write out what is left; safe to call twice."""
         ...
@@ -38,6 +42,9 @@ class NullSink:
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Forget them."""
+
+    def attach(self, files: Sequence[Path]) -> None:
+        """Forget them too."""
 
     def close(self) -> None:
         """Nothing to close."""
@@ -72,6 +79,9 @@ class JsonlSink:
             line.update(dict.fromkeys(bad), nonfinite=bad)
         self._stream.write(json.dumps(line, allow_nan=False) + "\n")
         self._stream.flush()
+
+    def attach(self, files: Sequence[Path]) -> None:
+        """They lie on disk already."""
 
     def close(self) -> None:
         """Close the file."""
@@ -123,6 +133,15 @@ class WandbSink:
         """Send them; W&B itself draws values that are not finite as gaps."""
         self._run.log({name: float(value) for name, value in metrics.items()}, step=step)
 
+    def attach(self, files: Sequence[Path]) -> None:
+        """Show pictures among the charts, and keep all files as one artifact of the run."""
+        pictures = {f.stem: self._wandb.Image(str(f)) for f in files if f.suffix == ".png"}
+        self._run.log(pictures)
+        artifact = self._wandb.Artifact(f"{self._run.id}-{self._run.job_type}", self._run.job_type)
+        for file in files:
+            artifact.add_file(str(file))
+        self._run.log_artifact(artifact)
+
     def close(self) -> None:
         """Finish the run and wait until its file is whole, which `finish` alone does not."""
         if self._run is not None:
@@ -141,6 +160,11 @@ class FanOut:
         """Pass them on, in order: the file comes first."""
         for sink in self._sinks:
             sink.log(metrics, step)
+
+    def attach(self, files: Sequence[Path]) -> None:
+        """Pass them on."""
+        for sink in self._sinks:
+            sink.attach(files)
 
     def close(self) -> None:
         """Close all, then raise the first fault if there was one."""

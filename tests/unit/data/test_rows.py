@@ -69,16 +69,16 @@ def test_parts_are_ordinary_parquet(tmp_path):
 
 
 def test_places_of_a_row():
-    row = make_row("a", 12, 3)
+    row = make_row("a", LEAD + 4, 3)
 
-    assert row.answer_ids == row.ids[12:]
-    assert row.answer_start == 12
-    assert row.states_start == 12 - LEAD
+    assert row.answer_ids == row.ids[LEAD + 4 :]
+    assert row.answer_start == LEAD + 4
+    assert row.states_start == 4
     assert make_row("a", 3, 1).states_start == 0
 
 
 def test_hidden_states_are_those_of_the_row_asked_for(tmp_path):
-    first = [make_row("a", 12, 3), make_row("b", 2, 1), make_row("c", 1, 6)]
+    first = [make_row("a", LEAD + 4, 3), make_row("b", 2, 1), make_row("c", 1, 6)]
     second = [make_row("d", 4, 4)]
     write_part(part_path(tmp_path, 0), first, [states(r) for r in first])
     write_part(part_path(tmp_path, 1), second, [states(r) for r in second])

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from matplotlib.figure import Figure
 from training_case import MemorySink, make_config
 
 from medusa_train.errors import ConfigError
@@ -177,3 +178,17 @@ def test_two_offline_runs_in_one_process_leave_their_files(tmp_path, monkeypatch
         assert content.count(b"train/lr") >= 3
         assert b"lr" in content
         assert len(lines(folder / METRICS)) == 3
+
+
+def test_files_are_kept_with_an_offline_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    picture, text = tmp_path / "plot.png", tmp_path / "report.md"
+    Figure(figsize=(1, 1)).savefig(picture)
+    text.write_text("a report")
+    sink = open_sinks(tmp_path, TRACK, is_main=True, run_name="r", stage="evaluate", settings={})
+    sink.attach([picture, text])
+    sink.close()
+
+    assert list(tmp_path.rglob("media/images/plot*.png"))
+    (log,) = tmp_path.rglob("*.wandb")
+    assert b"report.md" in log.read_bytes()
