@@ -4,10 +4,11 @@ Legend: T tokens, P positions, K heads, V vocabulary, D hidden size.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -152,6 +153,18 @@ def noisy_draft(backbone: Backbone, noise: float, *, seed: int = 1) -> LanguageM
         parameter.data += noise * torch.randn(parameter.shape, generator=generator)
     head = model.get_output_embeddings()
     return LanguageModel(model.get_decoder(), head, valid_ids=backbone.valid_ids)  # pyright: ignore
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, owner: object, method: str, note: Callable) -> list:
+    """What `note` makes of the arguments of each call from here on."""
+    notes, original = [], getattr(owner, method)
+
+    def call(*args, **kwargs):
+        notes.append(note(*args, **kwargs))
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, call)
+    return notes
 
 
 class OracleHeads:

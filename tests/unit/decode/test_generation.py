@@ -1,0 +1,168 @@
+"""Caps, ends and edges that hold for every method, and that nothing is left behind."""
+
+import pytest
+import torch
+from decoding_case import (
+    TREES,
+    OracleHeads,
+    answer_of,
+    make_llama,
+    make_tree,
+    mixed_ranks,
+    noisy_draft,
+    random_ids,
+    transformers_greedy,
+)
+
+from medusa_train.decode import DraftModel, Medusa, Plain, generate
+from medusa_train.errors import DataError
+
+METHODS = ["plain", "draft", "medusa"]
+LENGTH = 24
+
+
+class Case:
+    """A prompt, its true answer, and methods that are mostly right about it."""
+
+    def __init__(self, backbone, prompt):
+        self.backbone, self.prompt = backbone, prompt
+        self.truth = transformers_greedy(backbone, prompt, LENGTH + 12)
+        self.draft = noisy_draft(backbone, 0.005)
+
+    def method(self, name):
+        text = self.prompt + self.truth
+        match name:
+            case "plain":
+                return Plain(self.backbone)
+            case "draft":
+                return DraftModel(self.backbone, self.draft, gamma=4)
+        ranks = torch.zeros_like(mixed_ranks(len(text)))  # the best guess is always true
+        heads = OracleHeads(self.backbone, text, ranks)
+        return Medusa(self.backbone, heads, make_tree(TREES["chain"]))  # pyright: ignore
+
+    def answer(self, name, length=LENGTH, end_ids=()):
+        return answer_of(self.method(name), self.prompt, length, end_ids=end_ids)
+
+    def expected(self, length=LENGTH, end_ids=()):
+        return transformers_greedy(self.backbone, self.prompt, length, end_ids=end_ids)
+
+
+@pytest.fixture(scope="module")
+def case(tiny):
+    return Case(tiny, random_ids(12, seed=3))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("length", [1, 2, 4, 5, 6, LENGTH])
+def test_the_answer_has_exactly_as_many_tokens_as_asked_for(case, name, length):
+    found = case.answer(name, length)
+    assert found.ids == case.truth[:length]
+    assert found.finish_reason == "length"
+    assert found.steps == len(found.accepted)
+    assert 1 + sum(found.accepted) + found.steps >= length
+    if name == "medusa":
+        assert found.accepted == [4] * -(-(length - 1) // 5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_end_id_at_every_place_of_a_block(case, name):
+    places = set()
+    for token in dict.fromkeys(case.truth[:LENGTH]):
+        end = case.truth.index(token)
+        places.add((end - 1) % 5)
+        found = case.answer(name, end_ids=[token])
+        assert found.ids == case.truth[: end + 1]
+        assert found.finish_reason == "stop"
+    assert places == set(range(5))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_first_of_several_end_ids_decides(case, name):
+    ends = [case.truth[9], case.truth[4]]
+    first = min(case.truth.index(token) for token in ends)
+    found = case.answer(name, end_ids=ends).ids
+    assert found == case.truth[: first + 1] == case.expected(end_ids=ends)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("length", [1, 300])
+def test_short_and_long_prompts(tiny, name, length):
+    case = Case(tiny, random_ids(length, seed=4))
+    found = case.answer(name)
+    assert found.ids == case.truth[:LENGTH]
+    assert (sum(found.accepted) > 0) == (name != "plain")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_empty_prompt_is_refused(case, name):
+    with pytest.raises(DataError, match="the prompt has no tokens"):
+        answer_of(case.method(name), [], 4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_context_ends_the_answer(name):
+    case = Case(make_llama(max_position_embeddings=64), random_ids(40))
+    method = case.method(name)
+    assert method.max_positions == 64 - (0 if name == "plain" else 4)
+    room = method.max_positions - 40
+    found = answer_of(method, case.prompt, 1000)
+    assert found.ids == case.truth[:room]
+    assert found.finish_reason == "length"
+    full = random_ids(method.max_positions)
+    assert len(answer_of(method, full[1:], 9).ids) == 1
+    with pytest.raises(DataError, match=f"a prompt of {len(full)} tokens leaves no room"):
+        answer_of(method, full, 9)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_abandoned_answer_leaves_nothing_to_the_next(case, name):
+    method = case.method(name)
+    for steps in range(4):
+        with torch.inference_mode():
+            token = method.start(random_ids(30, seed=7), room=40)
+            for _ in range(steps):
+                token = method.step(token)[-1]
+        assert (
+            generate(method, case.prompt, max_new_tokens=LENGTH, end_ids=()).ids
+            == (case.truth[:LENGTH])
+        )
+
+
+def attributes(model):
+    """Names of everything on the model and its parts, the settings and the weights' versions."""
+    parts = {name: sorted(vars(part)) for name, part in model.named_modules()}
+    hooks = {name: len(part._forward_hooks) for name, part in model.named_modules()}
+    versions = {name: p._version for name, p in model.named_parameters()}
+    return parts, hooks, versions, model.config.to_dict(), model.generation_config.to_dict()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nothing_is_left_on_the_model(name):
+    case = Case(make_llama(), random_ids(12, seed=3))
+    before = attributes(case.backbone.model)
+    case.answer(name)
+    assert attributes(case.backbone.model) == before
+    assert case.expected() == case.truth[:LENGTH]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_padding_rows_of_the_lm_head_are_never_chosen(name):
+    backbone = make_llama()
+    rows = backbone.lm_head.weight.data  # pyright: ignore
+    rows[259:] = 20 * rows[:61]  # unless held back, these would win often
+    case = Case(backbone, random_ids(12, seed=3))
+    found = case.answer(name)
+    assert found.ids == case.truth[:LENGTH]
+    assert max(found.ids) < 259
+    free = backbone.model.generate(  # pyright: ignore
+        torch.tensor([case.prompt]), max_new_tokens=LENGTH, do_sample=False
+    )
+    assert int(free.max()) >= 259
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_clocks_run(case, name):
+    found = case.answer(name)
+    assert found.prefill_seconds > 0
+    assert found.decode_seconds > 0
+    assert found.seconds == found.prefill_seconds + found.decode_seconds
