@@ -59,7 +59,8 @@ def grouped_sdpa(
 
 def use_grouped_attention(decoder: PreTrainedModel) -> None:
     """Let a decoder of one's own use `grouped_sdpa` where it used `sdpa`."""
-    if decoder.config._attn_implementation == "sdpa":
+    replaceable = getattr(decoder, "_supports_attention_backend", False)  # Falcon's is not
+    if replaceable and decoder.config._attn_implementation == "sdpa":
         decoder.config._attn_implementation = NAME
 
 
