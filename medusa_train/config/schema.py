@@ -179,6 +179,7 @@ class Medusa1Config:
 
     __pydantic_config__ = _STRICT
     head_weight: float
+    soft_targets: bool
     hidden_states: Literal["auto", "cached", "online"]
     optim: OptimConfig
 

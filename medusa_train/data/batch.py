@@ -1,6 +1,6 @@
 """From rows to what a training step reads, and which rows a step reads.
 
-Legend: B rows, T tokens, P positions, K heads, D hidden size.
+Legend: B rows, T tokens, P positions that teach, Q all positions, K heads, D hidden size.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,8 @@ class HeadBatch:
 
     hidden: Tensor  # final-norm hidden states, [P, D]
     targets: Tensor  # ids in the heads' vocabulary or IGNORE, [K, P]
+    states: Tensor  # of all positions of the rows, [Q, D]
+    teachers: Tensor  # which of `states` the target itself was computed from, [K, P]; 0 without one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +43,24 @@ def row_targets(row: Row, num_heads: int, *, first: int = 2) -> Tensor:
 
 def head_batch(rows: Sequence[Row], source: HiddenSource, heads: MedusaHeads) -> HeadBatch:
     """Hidden states and targets of some rows, without the positions that teach nothing."""
-    hidden, targets = [], []
-    for row, states in zip(rows, source(rows), strict=True):
+    sources, targets, teachers, hidden = source(rows), [], [], []
+    ahead = torch.arange(1, len(heads) + 1).unsqueeze(1)
+    before = 0
+    for row, states in zip(rows, sources, strict=True):
         target = row_targets(row, len(heads))[:, row.states_start : len(row.ids) - 1]
-        taught = (target != IGNORE).any(dim=0)
-        hidden.append(states[taught.to(states.device)])
-        targets.append(target[:, taught])
-    joined = torch.cat(targets, dim=1).to(hidden[0].device)
-    return HeadBatch(hidden=torch.cat(hidden), targets=heads.to_head_ids(joined))
+        place = (target != IGNORE).any(dim=0).nonzero().squeeze(1)
+        target = target[:, place]
+        hidden.append(states[place.to(states.device)])
+        targets.append(target)
+        teachers.append(torch.where(target != IGNORE, before + place + ahead, 0))
+        before += len(states)
+    device = sources[0].device
+    return HeadBatch(
+        hidden=torch.cat(hidden),
+        targets=heads.to_head_ids(torch.cat(targets, dim=1).to(device)),
+        states=torch.cat(sources),
+        teachers=torch.cat(teachers, dim=1).to(device),
+    )
 
 
 def token_batch(rows: Sequence[Row], device: torch.device) -> TokenBatch:

@@ -66,6 +66,7 @@ class MedusaHead(nn.Module):
         targets: Tensor,
         *,
         shared: Tensor | None = None,
+        soft: Tensor | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Summed cross-entropy of the positions that have a target: scalar, float32.
@@ -74,15 +75,17 @@ class MedusaHead(nn.Module):
             hidden: final-norm hidden states, [P, D].
             targets: ids in the heads' vocabulary, or `IGNORE`, [P].
             shared: the backbone's LM head for `shared` heads, [V, D].
+            soft: distributions to learn instead of single ids, [P, V].
             compute_dtype: dtype of the matrix products; None means that of `hidden`.
         """
         keep = targets != IGNORE
         hidden, targets = hidden[keep], targets[keep]
+        soft = None if soft is None else soft[keep]
         dtype = compute_dtype or hidden.dtype
         with torch.autocast(hidden.device.type, dtype=dtype, enabled=dtype != torch.float32):
             features = self.layers(hidden.to(self._block_dtype(hidden)))
         return linear_cross_entropy(
-            features, self._weight(shared), targets, compute_dtype=compute_dtype
+            features, self._weight(shared), targets, soft=soft, compute_dtype=compute_dtype
         )
 
     def logits(self, hidden: Tensor, *, shared: Tensor | None = None) -> Tensor:

@@ -89,12 +89,16 @@ class LanguageModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V]; padding ids get minus infinity."""
-        logits = self._lm_head(hidden)
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
+        logits = self.cap(self._lm_head(hidden))
         if self.valid_ids < self.vocab_size:
             logits[..., self.valid_ids :] = float("-inf")
         return logits
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """What some models do to the products of their LM head, any shape."""
+        return (
+            logits if self._softcap is None else self._softcap * torch.tanh(logits / self._softcap)
+        )
 
     def best(self, hidden: Tensor) -> Tensor:
         """The greedy next token of each position in target ids, [..., D] -> [...]."""

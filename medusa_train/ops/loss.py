@@ -44,7 +44,12 @@ def head_targets(ids: Tensor, supervised: Tensor, num_heads: int, *, first: int 
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, compute_dtype: torch.dtype | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    soft: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Summed cross-entropy of `hidden @ weight.T` against `targets`, never holding all logits.
 
@@ -56,6 +61,8 @@ def linear_cross_entropy(
         hidden: [P, D].
         weight: LM head, [V, D].
         targets: ids below V, or `IGNORE`, [P].
+        soft: whole distributions to learn instead of single ids, [P, V]; only those of positions
+            that have a target count.
         compute_dtype: dtype of the matrix products; None means that of `hidden`.
 
     Returns:
@@ -64,14 +71,23 @@ def linear_cross_entropy(
     keep = targets != IGNORE
     if not bool(keep.all()):
         hidden, targets = hidden[keep], targets[keep]
-    return _LinearCrossEntropy.apply(hidden, weight, targets, compute_dtype or hidden.dtype)  # pyright: ignore
+        soft = None if soft is None else soft[keep]
+    dtype = compute_dtype or hidden.dtype
+    return _LinearCrossEntropy.apply(hidden, weight, targets, soft, dtype)  # pyright: ignore
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """The gradient is made in forward, since the loss is a scalar and scales it linearly."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype):  # pyright: ignore
+    def forward(  # pyright: ignore
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        soft: Tensor | None,
+        dtype: torch.dtype,
+    ):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         weight_c = weight.detach().to(dtype)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -82,7 +98,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + rows)
             hidden_c = hidden[chunk].detach().to(dtype)
             logits = hidden_c @ weight_c.T
-            total += _loss_then_gradient(logits, targets[chunk])
+            wanted = targets[chunk] if soft is None else soft[chunk]
+            total += _loss_then_gradient(logits, wanted)
             if grad_hidden is not None:
                 grad_hidden[chunk] = logits @ weight_c
             if grad_weight is not None:
@@ -101,21 +118,43 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if grad_weight is None else grad_weight.mul_(scale),
             None,
             None,
+            None,
         )
 
 
-def _loss_then_gradient(logits: Tensor, targets: Tensor) -> Tensor:
-    """Summed cross-entropy of logits, [P, V], which are overwritten by its gradient."""
+def softmax_slices(logits: Tensor) -> Tensor:
+    """Distributions of logits, [P, V], in their dtype and place; the softmax runs in float32."""
+    for part in logits.split(_slice_rows(logits)):
+        part.copy_(part.float().softmax(dim=1))
+    return logits
+
+
+def _loss_then_gradient(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Summed cross-entropy of logits, [P, V], which are overwritten by its gradient.
+
+    `wanted` holds ids, [P], or distributions, [P, V].
+    """
     total = logits.new_zeros((), dtype=torch.float32)
-    on_cpu = logits.device.type == "cpu"
-    rows = max(1, CACHE_BYTES // (4 * logits.shape[1])) if on_cpu else max(1, len(logits))
-    for part, wanted in zip(logits.split(rows), targets.split(rows), strict=True):
-        index = wanted.unsqueeze(1)
+    rows = _slice_rows(logits)
+    for part, goal in zip(logits.split(rows), wanted.split(rows), strict=True):
         exact = part.float()
         # The best token's share is never tiny, so its logarithm is exact where others' underflow
         share = exact.softmax(dim=1)
         log_sum = exact.amax(dim=1) - share.amax(dim=1).log()
-        total += (log_sum - exact.gather(1, index).squeeze(1)).sum()
-        share.scatter_add_(1, index, share.new_full((1, 1), -1.0).expand_as(index))
+        if goal.dim() == 2:
+            soft = goal.float()
+            total += (log_sum * soft.sum(dim=1) - (soft * exact).sum(dim=1)).sum()
+            share.mul_(soft.sum(dim=1, keepdim=True)).sub_(soft)
+        else:
+            index = goal.unsqueeze(1)
+            total += (log_sum - exact.gather(1, index).squeeze(1)).sum()
+            share.scatter_add_(1, index, share.new_full((1, 1), -1.0).expand_as(index))
         part.copy_(share)
     return total
+
+
+def _slice_rows(logits: Tensor) -> int:
+    """How many rows at a time: on a CPU as many as stay in the cache, else all."""
+    if logits.device.type != "cpu":
+        return max(1, len(logits))
+    return max(1, CACHE_BYTES // (4 * logits.shape[1]))

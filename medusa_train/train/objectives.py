@@ -18,11 +18,14 @@ from medusa_train.data.hidden_states import HiddenSource
 from medusa_train.data.rows import Row
 from medusa_train.model.draft import DraftModel
 from medusa_train.model.heads import MedusaHeads
-from medusa_train.ops.loss import IGNORE, LOGITS_BYTES
+from medusa_train.ops.loss import IGNORE, LOGITS_BYTES, softmax_slices
 from medusa_train.ops.metrics import target_ranks
 
 # Makes the whole weights of a module readable on this process while it is entered
 Gather = Callable[[nn.Module], AbstractContextManager[Any]]
+
+# The backbone's logits after hidden states, over the heads' vocabulary: [Q, D] -> [Q, V]
+Teacher = Callable[[Tensor], Tensor]
 
 # Rows of what `measure` returns
 LOSS, TOP1, TOP5, COUNT = range(4)
@@ -76,6 +79,7 @@ class Medusa1Objective(Objective):
         shared_lm_head: Tensor | None,
         head_weight: float,
         compute_dtype: torch.dtype,
+        teacher: Teacher | None = None,
     ) -> None:
         """Keep the heads; the backbone stays outside, behind `source`.
 
@@ -85,6 +89,8 @@ class Medusa1Objective(Objective):
             shared_lm_head: the backbone's LM head for `shared` heads, [V, D]; else None.
             head_weight: head k weighs `head_weight ** k`.
             compute_dtype: dtype of the matrix products.
+            teacher: the backbone's logits over the heads' vocabulary, [Q, D] -> [Q, V]: heads then
+                learn its whole distributions instead of the ids that came out; None for the ids.
         """
         super().__init__()
         self.heads = heads
@@ -92,6 +98,7 @@ class Medusa1Objective(Objective):
         self._source = source
         # Detached, or assigning it would register a parameter
         self._shared = None if shared_lm_head is None else shared_lm_head.detach()
+        self._teacher = teacher
         self._dtype = compute_dtype
 
     def batch(self, rows: Sequence[Row]) -> HeadBatch:
@@ -110,8 +117,21 @@ class Medusa1Objective(Objective):
 
     def losses(self, batch: HeadBatch) -> Iterator[Tensor]:
         """As `Objective.losses`."""
-        for head, targets in zip(self.heads.heads, batch.targets, strict=True):
-            yield head(batch.hidden, targets, shared=self._shared, compute_dtype=self._dtype)
+        taught = None if self._teacher is None else self._distributions(batch.states)
+        for k, head in enumerate(self.heads.heads):
+            yield head(
+                batch.hidden,
+                batch.targets[k],
+                shared=self._shared,
+                soft=None if taught is None else taught[batch.teachers[k]],
+                compute_dtype=self._dtype,
+            )
+
+    @torch.no_grad()
+    def _distributions(self, states: Tensor) -> Tensor:
+        """What the backbone itself says after each state, [Q, D] -> [Q, V]; once for all heads."""
+        assert self._teacher is not None
+        return softmax_slices(self._teacher(states))
 
     @torch.no_grad()
     def measure(self, batch: HeadBatch, gather: Gather) -> Tensor:

@@ -23,7 +23,12 @@ from medusa_train.track.sinks import open_sinks
 from medusa_train.train.checkpoint import Checkpoints, TrainState, load_checkpoint
 from medusa_train.train.engine import Engine, build_engine
 from medusa_train.train.loop import Fit
-from medusa_train.train.objectives import DraftObjective, Medusa1Objective, Objective
+from medusa_train.train.objectives import (
+    DraftObjective,
+    Medusa1Objective,
+    Objective,
+    Teacher,
+)
 
 HEADS_FOLDER = "heads"
 DRAFT_FOLDER = "model"
@@ -63,14 +68,17 @@ def train_medusa1(
     lm_head: Tensor = backbone.lm_head.weight.detach()  # pyright: ignore
     heads = MedusaHeads(shape, token_map)
     heads.copy_lm_head(lm_head)
+    heads.to(backbone.device)
+    dtype = choose_dtype(config.medusa1.optim.compute_dtype, backbone.device)
     objective = Medusa1Objective(
-        heads.to(backbone.device),
+        heads,
         choose_source(
             config.medusa1.hidden_states, [*rows, *held_out], backbone, num_heads=len(heads)
         ),
         shared_lm_head=lm_head if shape.lm_head == "shared" else None,
         head_weight=config.medusa1.head_weight,
-        compute_dtype=choose_dtype(config.medusa1.optim.compute_dtype, backbone.device),
+        compute_dtype=dtype,
+        teacher=make_teacher(backbone, heads, dtype) if config.medusa1.soft_targets else None,
     )
     state, engine = _train(
         config, config.medusa1.optim, stage, objective, rows, held_out, backbone, world
@@ -178,6 +186,13 @@ def _train(
     if _checksum(backbone.model) != frozen:
         raise TrainingError("the backbone changed during training, which must never happen")
     return state, engine
+
+
+def make_teacher(backbone: Backbone, heads: MedusaHeads, dtype: torch.dtype) -> Teacher:
+    """The backbone's own logits over the heads' vocabulary, with products in `dtype`."""
+    rows: Tensor = backbone.lm_head.weight.detach()  # pyright: ignore
+    rows = (rows if heads.token_map is None else rows[heads.token_map]).to(dtype)
+    return lambda states: backbone.cap(states.to(dtype) @ rows.T)
 
 
 def _token_map(size: int | None, rows: Sequence[Row], backbone: Backbone) -> Tensor | None:

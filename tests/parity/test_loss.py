@@ -8,10 +8,15 @@ from training_case import MemorySink, make_backbone, make_config, make_fit, make
 from medusa_train.data.hidden_states import online_source
 from medusa_train.train.engine import TorchEngine
 from medusa_train.train.objectives import Medusa1Objective
+from medusa_train.train.run import make_teacher
 
 
-def transcription(backbone, heads, rows, head_weight):
-    """sum_k w^k / N_k * sum over rows and t of CE(head_k(h[t]), y[t + k + 2]), one at a time."""
+def transcription(backbone, heads, rows, head_weight, *, soft=False):
+    """sum_k w^k / N_k * sum over rows and t of CE(head_k(h[t]), y[t + k + 2]), one at a time.
+
+    With `soft` the target is what the backbone itself says at t + k + 1, over the heads' ids.
+    """
+    head_ids = torch.arange(320) if heads.token_map is None else heads.token_map
     total = torch.zeros((), dtype=torch.float32)
     for k in range(len(heads)):
         terms = []
@@ -20,26 +25,31 @@ def transcription(backbone, heads, rows, head_weight):
             with torch.no_grad():
                 hidden = backbone.model.model(input_ids=ids).last_hidden_state[0]
             for t in range(len(row.ids)):
-                if t + k + 2 < len(row.ids) and row.mask[t + k + 2]:
+                known = t + k + 2 < len(row.ids) and row.ids[t + k + 2] in head_ids.tolist()
+                if known and row.mask[t + k + 2]:
                     block = heads[k].layers[0].linear
                     z = hidden[t] + F.silu(block.weight @ hidden[t] + block.bias)
                     if heads[k].lm_head is None:
                         logits = backbone.lm_head.weight @ z
                     else:
                         logits = heads[k].lm_head @ z
-                    terms.append(F.cross_entropy(logits, torch.tensor(row.ids[t + k + 2])))
+                    place = torch.tensor(head_ids.tolist().index(row.ids[t + k + 2]))
+                    said = (backbone.lm_head.weight @ hidden[t + k + 1])[head_ids].softmax(0)
+                    terms.append(F.cross_entropy(logits, said if soft else place))
         total = total + head_weight**k * torch.stack(terms).sum() / len(terms)
     return total
 
 
-@pytest.mark.parametrize("lm_head", ["own", "shared"])
-def test_value_and_gradient_are_those_of_the_formula(lm_head):
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("lm_head", ["own", "shared", "reduced"])
+def test_value_and_gradient_are_those_of_the_formula(lm_head, soft):
     backbone, rows = make_backbone(), make_rows(4)
-    heads = make_heads(backbone, lm_head=lm_head)
+    token_map = torch.arange(0, 320, 2) if lm_head == "reduced" else None
+    heads = make_heads(backbone, lm_head=lm_head, token_map=token_map)
     torch.manual_seed(3)
     for parameter in heads.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    expected = transcription(backbone, heads, rows, 0.7)
+    expected = transcription(backbone, heads, rows, 0.7, soft=soft)
     parameters = list(heads.parameters())
     wanted = torch.autograd.grad(expected, parameters)
 
@@ -49,6 +59,7 @@ def test_value_and_gradient_are_those_of_the_formula(lm_head):
         shared_lm_head=backbone.lm_head.weight if lm_head == "shared" else None,
         head_weight=0.7,
         compute_dtype=torch.float32,
+        teacher=make_teacher(backbone, heads, torch.float32) if soft else None,
     )
     counts = objective.target_counts(rows).tolist()
     scales = [w / n for w, n in zip(objective.weights, counts, strict=True)]
