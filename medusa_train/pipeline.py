@@ -10,7 +10,8 @@ from typing import Any
 from medusa_train.config.schema import Config, OptimConfig
 from medusa_train.data.prompts import prompts_by_split
 from medusa_train.distill.run import distill
-from medusa_train.evaluate.run import Trained, evaluate
+from medusa_train.evaluate.describe import Trained
+from medusa_train.evaluate.run import evaluate
 from medusa_train.model.backbone import Backbone, choose_device, load_backbone
 from medusa_train.parallel import World, current_world
 from medusa_train.track.manifest import Stage, fingerprint, finished, read_manifest

@@ -217,6 +217,7 @@ class EvaluateConfig:
     gammas: tuple[int, ...]
     tree: Literal["auto"] | tuple[tuple[int, ...], ...]
     tree_sizes: tuple[int, ...]
+    min_tokens_per_step: float | None
     max_rank: int
     latency_repeats: int
     warmup_prompts: int
@@ -233,6 +234,10 @@ class EvaluateConfig:
             (
                 bool(self.tree_sizes) and all(1 <= size <= 256 for size in self.tree_sizes),
                 f"tree_sizes needs at least one number from 1 to 256, got {list(self.tree_sizes)}",
+            ),
+            (
+                self.min_tokens_per_step is None or self.min_tokens_per_step >= 1,
+                f"min_tokens_per_step must be at least 1 or null, got {self.min_tokens_per_step}",
             ),
             (self.max_rank >= 1, f"max_rank must be at least 1, got {self.max_rank}"),
             (self.latency_repeats >= 5, f"latency_repeats must be >= 5: {self.latency_repeats}"),

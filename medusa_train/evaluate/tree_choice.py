@@ -1,0 +1,147 @@
+"""Accuracies on held-out rows, the tree grown from them, and its size from the clock."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from medusa_train.config.schema import Config, EvaluateConfig
+from medusa_train.data.hidden_states import choose_source
+from medusa_train.data.prompts import EncodedPrompt
+from medusa_train.data.rows import read_split
+from medusa_train.decode import Medusa, Method, Plain
+from medusa_train.errors import ConfigError
+from medusa_train.evaluate.accuracy import head_accuracy, rank_rows
+from medusa_train.evaluate.describe import (
+    Trained,
+    count_bytes,
+    count_parameters,
+    heads_architecture,
+)
+from medusa_train.evaluate.results_schema import HeadsInfo, TreeInfo, TreeSize
+from medusa_train.evaluate.speed import step_seconds
+from medusa_train.evaluate.tree_search import count_paths, grow, simulate
+from medusa_train.model.backbone import Backbone
+from medusa_train.model.heads import MedusaHeads
+from medusa_train.ops.tree import Path as RankPath
+from medusa_train.ops.tree import Tree, build_tree
+
+log = logging.getLogger(__name__)
+
+
+def choose_tree(
+    config: Config,
+    backbone: Backbone,
+    heads: MedusaHeads,
+    trained: Trained,
+    distilled: Path,
+    prompt: EncodedPrompt,
+) -> tuple[HeadsInfo, Tree, TreeInfo]:
+    """The heads' accuracies, the tree to decode with, and the curve it was chosen from.
+
+    Args:
+        config: the whole run.
+        backbone: the target.
+        heads: in the dtype they will decode in.
+        trained: where they come from.
+        distilled: folder of the distilled rows; `calibration` is read.
+        prompt: steps are timed behind this one.
+
+    Raises:
+        ConfigError: if a given tree does not fit the heads.
+    """
+    settings = config.evaluate
+    rows = read_split(distilled / "calibration")
+    source = choose_source(
+        "auto" if config.medusa1.hidden_states == "cached" else config.medusa1.hidden_states,
+        rows,
+        backbone,
+        num_heads=len(heads),
+    )
+    max_rank = min(settings.max_rank, heads.shape.head_vocab_size)
+    guesses = min(max(max_rank, 5), heads.shape.head_vocab_size)
+    ranks = rank_rows(rows, source, heads, backbone, guesses=guesses)
+    info = HeadsInfo(
+        architecture=heads_architecture(heads),
+        parameters=count_parameters(heads),
+        bytes=count_bytes(heads),
+        top1=head_accuracy(ranks, 1),
+        top5=head_accuracy(ranks, 5),
+        training_tokens=trained.summary["tokens"],
+        training_seconds=trained.summary["seconds"],
+    )
+    if settings.tree == "auto":
+        grown = grow(count_paths(ranks, max_rank=max_rank), max(settings.tree_sizes))
+        candidates = [grown[:size] for size in sorted(set(settings.tree_sizes))]
+    else:
+        candidates = [list(settings.tree)]
+    trees = [_tree(paths, heads) for paths in candidates]
+    curve = _size_curve(trees, ranks, backbone, heads, prompt, settings)
+    best = fastest(curve, at_least=settings.min_tokens_per_step)
+    chosen = trees[best]
+    log.info(
+        "evaluate: a tree of %d nodes promises %.2f tokens per step and a speed-up of %.2f",
+        chosen.nodes,
+        curve[best].tokens_per_step,
+        curve[best].speedup,
+    )
+    return (
+        info,
+        chosen,
+        TreeInfo(
+            nodes=chosen.nodes,
+            depth=chosen.depth[-1],
+            paths=[list(path) for path in chosen.paths],
+            chosen=curve,
+        ),
+    )
+
+
+def fastest(curve: Sequence[TreeSize], *, at_least: float | None) -> int:
+    """Index of the size with the best estimated speed-up among those with enough tokens per step.
+
+    Where none has enough, the one with the most.
+    """
+    enough = [i for i, size in enumerate(curve) if size.tokens_per_step >= (at_least or 1.0)]
+    if not enough:
+        most = max(range(len(curve)), key=lambda i: curve[i].tokens_per_step)
+        log.warning(
+            "evaluate: no tree promises evaluate.min_tokens_per_step=%s; the best promises %.2f",
+            at_least,
+            curve[most].tokens_per_step,
+        )
+        return most
+    return max(enough, key=lambda i: curve[i].speedup)
+
+
+def _size_curve(
+    trees: Sequence[Tree],
+    ranks: Sequence[Tensor],
+    backbone: Backbone,
+    heads: MedusaHeads,
+    prompt: EncodedPrompt,
+    settings: EvaluateConfig,
+) -> list[TreeSize]:
+    """For each tree what it promises: simulated tokens per step over measured step latency."""
+    methods: list[Method] = [Plain(backbone), *(Medusa(backbone, heads, tree) for tree in trees)]
+    plain, *steps = step_seconds(methods, prompt.ids, repeats=settings.latency_repeats)
+    curve = []
+    for tree, seconds in zip(trees, steps, strict=True):
+        tokens = simulate(ranks, tree.paths)
+        curve.append(
+            TreeSize(
+                nodes=tree.nodes,
+                tokens_per_step=tokens,
+                step_ms=1e3 * seconds,
+                speedup=tokens * plain / seconds,
+            )
+        )
+    return curve
+
+
+def _tree(paths: Sequence[RankPath], heads: MedusaHeads) -> Tree:
+    try:
+        return build_tree(paths, num_heads=len(heads), max_rank=heads.shape.head_vocab_size)
+    except ValueError as error:
+        raise ConfigError(f"evaluate.tree: {error}") from None
