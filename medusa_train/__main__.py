@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from safetensors import SafetensorError
 
 from medusa_train.config.load import (
     CONFIG_DIR,
@@ -88,6 +89,7 @@ def tidy(argv: Sequence[str]) -> list[str]:
         key = argument.split("=", 1)[0]
         if not argument.startswith("-") and "=" in argument:
             _check_grammar(argument)
+            _check_choice(argument, groups)
             plain = argument[0] not in "+~" and "/" not in key and "@" not in key
             if plain and key not in groups and not key.startswith("hydra"):
                 argument = f"++{argument}"
@@ -126,6 +128,9 @@ def _run_hydra() -> int:
     except SystemExit as stop:
         status = stop.code if isinstance(stop.code, int) else 1
         return 2 if status == 1 and not _started else status
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped by Ctrl-C before anything was begun\n")
+        return 130
     return 0
 
 
@@ -140,7 +145,7 @@ def _explained():
     except KeyboardInterrupt:
         log.error("stopped by Ctrl-C; the same command goes on where this one stopped")
         raise SystemExit(130) from None
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         log.error("cannot read or write: %s", error)
         raise SystemExit(1) from None
 
@@ -154,6 +159,15 @@ def _check_grammar(argument: str) -> None:
             f"cannot read {argument!r}: quote a value with special characters, "
             f"as in '{key}=\"{value}\"'"
         ) from None
+
+
+def _check_choice(argument: str, groups: set[str]) -> None:
+    """A group cannot be left out: every section of the settings is needed."""
+    key, value = argument.split("=", 1)
+    if key in groups and value in ("null", ""):
+        names = sorted(path.stem for path in (shipped_dir("configs") / key).glob("*.yaml"))
+        known = ", ".join(names or shipped_recipes())
+        raise ConfigError(f"{key}={value} chooses nothing: expected one of {known}")
 
 
 def _leave(status: int) -> None:

@@ -54,14 +54,34 @@ def check(cfg: DictConfig) -> Config:
             nearest valid name when the key is unknown.
     """
     try:
-        container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-        return TypeAdapter(Config).validate_json(json.dumps(container))
+        container: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(_missing_or_broken(error)) from None
+    found, faults = _validate(container)
+    if found is not None:
+        return found
+    # An unknown key keeps the combinations of its section from being looked at: look again without
+    for fault in faults:
+        if fault["type"] == "unexpected_keyword_argument":
+            _drop(container, fault["loc"])
+    faults += _validate(container)[1]
+    lines = list(dict.fromkeys(_explain(fault) for fault in faults))
+    listed = "\n".join(f"  - {line}" for line in lines)
+    raise ConfigError(f"{len(lines)} setting(s) to change:\n{listed}")
+
+
+def _validate(container: Any) -> tuple[Config | None, list[dict[str, Any]]]:
+    """The typed settings, or what is wrong with them."""
+    try:
+        return TypeAdapter(Config).validate_json(json.dumps(container)), []
     except ValidationError as error:
-        faults = [_explain(dict(fault)) for fault in error.errors()]
-        lines = "\n".join(f"  - {line}" for line in dict.fromkeys(faults))
-        raise ConfigError(f"{len(lines.splitlines())} setting(s) to change:\n{lines}") from None
+        return None, [dict(fault) for fault in error.errors()]
+
+
+def _drop(container: Any, place: tuple[int | str, ...]) -> None:
+    for part in place[:-1]:
+        container = container[part]
+    del container[place[-1]]
 
 
 def load(*overrides: str) -> Config:
@@ -82,19 +102,24 @@ def valid_keys(schema: type = Config, prefix: str = "") -> Iterator[str]:
 
 
 def nearest(key: str) -> str | None:
-    """The valid dotted key that looks most like `key`, or None when nothing is near."""
+    """The valid dotted key that looks most like `key`, in its own section if there is one."""
     keys = list(valid_keys())
-    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-    if not close:
-        by_leaf = {name.rsplit(".", 1)[-1]: name for name in keys}
-        leaf = difflib.get_close_matches(key.rsplit(".", 1)[-1], by_leaf, n=1, cutoff=0.7)
-        close = [by_leaf[name] for name in leaf]
-    return close[0] if close else None
+    section, _, leaf = key.rpartition(".")
+    siblings = [name for name in keys if name.rpartition(".")[0] == section]
+    leaves = {name.rpartition(".")[2]: name for name in keys}
+    for written, names, cutoff in ((key, siblings, 0.6), (key, keys, 0.7), (leaf, leaves, 0.7)):
+        close = difflib.get_close_matches(written, names, n=1, cutoff=cutoff)
+        if close:
+            return leaves.get(close[0], close[0]) if names is leaves else close[0]
+    return None
 
 
 def _explain(fault: dict[str, Any]) -> str:
     """One fault of pydantic's list as `key: what was found, what is expected`."""
-    key = ".".join(str(part) for part in fault["loc"])
+    # pydantic names the alternative of a union that it tried; users know only the setting
+    key = ".".join(str(part) for part in fault["loc"] if "[" not in str(part))
+    if fault["type"] == "missing":
+        return f"{key}: is missing"
     if fault["type"] == "unexpected_keyword_argument":
         if key == "recipe":
             return f"recipe: no recipe {fault['input']!r}, known: {', '.join(shipped_recipes())}"

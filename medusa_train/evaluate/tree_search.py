@@ -62,6 +62,7 @@ def grow(counts: PathCounts, nodes: int) -> list[Path]:
     Since a path is never worth more than its parent, greedy growth is optimal for the counts.
     """
     num_heads, ranks = counts.marginal.shape
+    heap: list[tuple[float, int, Path]]
     heap = [(-counts.worth((rank,)), 1, (rank,)) for rank in range(ranks)]
     heapq.heapify(heap)
     grown: list[Path] = []

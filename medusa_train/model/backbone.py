@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import transformers
@@ -96,7 +97,7 @@ def load_backbone(config: ModelConfig) -> Backbone:
     dtype = choose_dtype(config.dtype, device)
     if config.name == "random:llama":
         model, tokenizer = tiny_llama()
-        model = model.to(dtype)
+        model = model.to(dtype)  # pyright: ignore
     else:
         model, tokenizer = _load(config, dtype)
     if config.device_map is None:
@@ -108,7 +109,7 @@ def _load(
     config: ModelConfig, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     source = resolve(config.name)
-    where = {"trust_remote_code": config.trust_remote_code}
+    where: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if config.revision is not None:
         where["revision"] = config.revision
     if source.gguf_file is not None:

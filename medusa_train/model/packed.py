@@ -7,6 +7,7 @@ ones stay with the model, which is left as it was.
 """
 
 import copy
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +56,7 @@ def fast_twin(module: nn.Module) -> nn.Module:
     Everything but the rearranged weights is shared with `module`, which does not change.
     """
     if _is_plain(module):
-        return fast_linear(module.weight, module.bias)  # pyright: ignore
+        return fast_linear(module.weight, module.bias)
     tensors = [*module.parameters(), *module.buffers()]
     twin = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
     for parent in list(twin.modules()):
@@ -65,7 +66,7 @@ def fast_twin(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Only the layer itself: what is derived from it may do more than a product."""
     return type(module) is nn.Linear
 

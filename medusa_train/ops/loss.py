@@ -3,6 +3,8 @@
 Legend: T tokens of a row, P positions, K heads, V vocabulary (of one LM head), D hidden size.
 """
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -73,21 +75,21 @@ def linear_cross_entropy(
         hidden, targets = hidden[keep], targets[keep]
         soft = None if soft is None else soft[keep]
     dtype = compute_dtype or hidden.dtype
-    return _LinearCrossEntropy.apply(hidden, weight, targets, soft, dtype)  # pyright: ignore
+    return cast(Tensor, _LinearCrossEntropy.apply(hidden, weight, targets, soft, dtype))  # pyright: ignore[reportUnknownMemberType]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """The gradient is made in forward, since the loss is a scalar and scales it linearly."""
 
     @staticmethod
-    def forward(  # pyright: ignore
-        ctx,
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
         soft: Tensor | None,
         dtype: torch.dtype,
-    ):
+    ) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         weight_c = weight.detach().to(dtype)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -110,9 +112,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, *outputs: Tensor):  # pyright: ignore
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden: Tensor | None
+        grad_weight: Tensor | None
         grad_hidden, grad_weight = ctx.saved_tensors
-        scale = outputs[0]
+        scale = grad_outputs[0]
         return (
             None if grad_hidden is None else grad_hidden.mul_(scale),
             None if grad_weight is None else grad_weight.mul_(scale),
