@@ -128,7 +128,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def softmax_slices(logits: Tensor) -> Tensor:
     """Distributions of logits, [P, V], in their dtype and place; the softmax runs in float32."""
-    for part in logits.split(_slice_rows(logits)):
+    for part in torch.split(logits, _slice_rows(logits)):
         part.copy_(part.float().softmax(dim=1))
     return logits
 
@@ -140,7 +140,7 @@ def _loss_then_gradient(logits: Tensor, wanted: Tensor) -> Tensor:
     """
     total = logits.new_zeros((), dtype=torch.float32)
     rows = _slice_rows(logits)
-    for part, goal in zip(logits.split(rows), wanted.split(rows), strict=True):
+    for part, goal in zip(torch.split(logits, rows), torch.split(wanted, rows), strict=True):
         exact = part.float()
         # The best token's share is never tiny, so its logarithm is exact where others' underflow
         share = exact.softmax(dim=1)
