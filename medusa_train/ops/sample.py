@@ -3,6 +3,8 @@
 Legend: B rows, V vocabulary.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ def best_ids(logits: Tensor) -> Tensor:
     width = 128
     if logits.device.type != "cpu" or logits.shape[-1] % width:
         return logits.argmax(dim=-1)
-    blocks = logits.unflatten(-1, (-1, width))
+    blocks = cast(Tensor, logits.unflatten(-1, (-1, width)))
     block = blocks.amax(dim=-1).argmax(dim=-1, keepdim=True)
     inside = blocks.gather(-2, block.unsqueeze(-1).expand(*block.shape, width)).argmax(dim=-1)
     return (block * width + inside).squeeze(-1)
