@@ -46,7 +46,8 @@ def fast_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
         return PackedLinear(weight, bias)
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    linear.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
     return linear
 
 
