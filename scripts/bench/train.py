@@ -164,9 +164,10 @@ def _batch(case: Case, num_heads: int, positions: int) -> HeadBatch:
     targets = torch.randint(
         0, case.backbone.vocab_size, (num_heads, positions), generator=generator
     )
-    device = case.backbone.device
+    hidden = hidden.to(device=case.backbone.device, dtype=case.backbone.dtype)
+    targets = targets.to(case.backbone.device)
     return HeadBatch(
-        hidden=hidden.to(device=device, dtype=case.backbone.dtype), targets=targets.to(device)
+        hidden=hidden, targets=targets, states=hidden, teachers=torch.zeros_like(targets)
     )
 
 
