@@ -110,13 +110,19 @@ def test_both_sides_of_decoding_run_the_models_equally_often(case):
     )
     calls = {"target": 0, "draft": 0}
 
-    def count(model, name):
+    def count(decoder, name):
         def hook(*_):
             calls[name] += 1
 
-        return model.get_decoder().register_forward_hook(hook)
+        return decoder.register_forward_hook(hook)
 
-    hooks = [count(case.backbone.model, "target"), count(draft, "draft")]
+    # Ours runs its own twin of the decoder that transformers runs
+    hooks = [
+        count(case.backbone.model.get_decoder(), "target"),
+        count(case.backbone._decoder, "target"),
+        count(draft.get_decoder(), "draft"),
+        count(guide._decoder, "draft"),
+    ]
     prompt = case.prompts(1, max_new_tokens=64)[0]
 
     def forwards(answer):
