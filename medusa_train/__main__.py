@@ -146,7 +146,12 @@ def _explained():
         log.error("stopped by Ctrl-C; the same command goes on where this one stopped")
         raise SystemExit(130) from None
     except (OSError, SafetensorError) as error:
-        log.error("cannot read or write: %s", error)
+        log.error("cannot read or write: %s (is the disk full?)", error)
+        raise SystemExit(1) from None
+    except RuntimeError as error:
+        if "PytorchStreamWriter" not in str(error):  # torch's way to say that a write failed
+            raise
+        log.error("cannot write a checkpoint: %s (is the disk full?)", str(error).splitlines()[0])
         raise SystemExit(1) from None
 
 

@@ -7,14 +7,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from medusa_train.config.schema import Config, OptimConfig
+from medusa_train.config.schema import Config
+from medusa_train.config.training import OptimConfig
 from medusa_train.data.prompts import prompts_by_split
 from medusa_train.distill.run import distill
 from medusa_train.evaluate.describe import Trained
 from medusa_train.evaluate.run import evaluate
 from medusa_train.model.backbone import Backbone, choose_device, load_backbone
 from medusa_train.parallel import World, current_world
-from medusa_train.track.manifest import Stage, fingerprint, finished, read_manifest
+from medusa_train.track.manifest import (
+    Stage,
+    fingerprint,
+    finished,
+    read_manifest,
+    refuse_other_settings,
+)
+from medusa_train.train.engine import check_launch
 from medusa_train.train.run import (
     DRAFT_FOLDER,
     HEADS_FOLDER,
@@ -23,6 +31,13 @@ from medusa_train.train.run import (
 )
 
 log = logging.getLogger(__name__)
+
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "distill": (),
+    "medusa1": ("distill",),
+    "draft": ("distill",),
+    "evaluate": ("distill", "medusa1", "draft"),
+}
 
 # What decides only how often something is shown or saved does not make another run
 _CADENCE = ("log_every", "eval_every", "save_every", "keep_checkpoints")
@@ -42,6 +57,8 @@ def run_stages(config: Config, run_dir: Path) -> None:
     run = Run(config, run_dir, world)
     if world.size > 1:
         world.start(choose_device(config.model.device))
+    run.check_launch()
+    run.check_inputs()
     todo = []
     for name in config.stages:
         stage = run.stage(name)
@@ -81,6 +98,24 @@ class Run:
     def stage(self, name: str) -> Stage:
         """A stage with all that makes it what it is."""
         return Stage(name=name, folder=self.folder(name), settings=self._settings(name))
+
+    def check_launch(self) -> None:
+        """Refuse at once what training would refuse for the number of processes."""
+        for name, section in (("medusa1", self.config.medusa1), ("draft", self.config.draft)):
+            if name in self.config.stages:
+                check_launch(section.optim, self.config.deepspeed, self.world)
+
+    def check_inputs(self) -> None:
+        """Refuse finished stages of other settings, or under `paths` of another model."""
+        needed = {need for name in self.config.stages for need in _NEEDS[name]}
+        for name in sorted(needed - set(self.config.stages)):
+            manifest = read_manifest(self.folder(name))
+            if manifest is None:
+                continue
+            made, now = manifest["settings"], self._settings(name)
+            if getattr(self.config.paths, name) is not None:
+                made, now = {"model": made.get("model")}, {"model": now["model"]}
+            refuse_other_settings(self.folder(name), made, now)
 
     def open(self, stage: Stage) -> bool:
         """Open a stage on the first process, then look at it on the others."""
@@ -149,6 +184,7 @@ class Run:
             case _:
                 return {
                     **shared,
+                    "prompts": {**asdict(config.prompts), "digest": self._prompts_digest},
                     "evaluate": asdict(config.evaluate),
                     "builds_on": self._builds_on("distill", "medusa1", "draft"),
                 }

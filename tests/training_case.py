@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from medusa_train.config.load import load
-from medusa_train.config.schema import Config, OptimConfig
+from medusa_train.config.schema import Config
+from medusa_train.config.training import OptimConfig
 from medusa_train.data.hidden_states import online_source
 from medusa_train.data.rows import Row, part_path, write_part
 from medusa_train.model.backbone import Backbone

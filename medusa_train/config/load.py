@@ -107,7 +107,7 @@ def nearest(key: str) -> str | None:
     section, _, leaf = key.rpartition(".")
     siblings = [name for name in keys if name.rpartition(".")[0] == section]
     leaves = {name.rpartition(".")[2]: name for name in keys}
-    for written, names, cutoff in ((key, siblings, 0.6), (key, keys, 0.7), (leaf, leaves, 0.7)):
+    for written, names, cutoff in ((key, siblings, 0.7), (key, keys, 0.7), (leaf, leaves, 0.7)):
         close = difflib.get_close_matches(written, names, n=1, cutoff=cutoff)
         if close:
             return leaves.get(close[0], close[0]) if names is leaves else close[0]

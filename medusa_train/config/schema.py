@@ -7,28 +7,23 @@ Lengths are tokens, sizes are rows, times are seconds unless a name says otherwi
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import ConfigDict
-
-_STRICT = ConfigDict(extra="forbid", strict=True)
+from medusa_train.config.training import (
+    STRICT,
+    DraftConfig,
+    DTypeName,
+    Medusa1Config,
+    require,
+)
 
 StageName = Literal["distill", "medusa1", "draft", "evaluate"]
 STAGE_ORDER: tuple[StageName, ...] = ("distill", "medusa1", "draft", "evaluate")
-
-DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-def _require(*checks: tuple[bool, str]) -> None:
-    """Raise one ValueError that lists the message of every check that does not hold."""
-    faults = [message for holds, message in checks if not holds]
-    if faults:
-        raise ValueError("; ".join(faults))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PathsConfig:
     """Where stages read and write; null means a folder of that name under the run's own folder."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     distill: str | None
     medusa1: str | None
     draft: str | None
@@ -38,7 +33,7 @@ class PathsConfig:
 class ModelConfig:
     """The backbone: a hub name, a folder, a GGUF file, `package:NAME`, or `random:llama`."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     name: str
     revision: str | None
     dtype: DTypeName
@@ -52,7 +47,7 @@ class ModelConfig:
 class PromptsConfig:
     """Which prompts are answered and how they are split."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     path: str | None
     system: str | None
     calibration_share: float
@@ -63,7 +58,7 @@ class PromptsConfig:
 
     def __post_init__(self) -> None:
         shares = (self.calibration_share, self.test_share)
-        _require(
+        require(
             (min(shares) > 0, f"calibration_share and test_share must be above 0, got {shares}"),
             (sum(shares) < 1, f"calibration_share + test_share must be below 1, got {shares}"),
             *(
@@ -81,7 +76,7 @@ class PromptsConfig:
 class DistillConfig:
     """How the model answers the training prompts. Calibration prompts are answered greedily."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     temperature: float
     top_p: float
     max_new_tokens: int
@@ -89,7 +84,7 @@ class DistillConfig:
     hidden_states: bool
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             (self.temperature >= 0, f"temperature must be at least 0, got {self.temperature}"),
             (0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}"),
             (self.max_new_tokens >= 2, f"max_new_tokens must be >= 2, got {self.max_new_tokens}"),
@@ -101,14 +96,14 @@ class DistillConfig:
 class HeadsConfig:
     """The architecture of the heads; `vocab_size` is for `reduced` only."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     num_heads: int
     num_layers: int
     lm_head: Literal["own", "shared", "reduced"]
     vocab_size: int | None
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             (1 <= self.num_heads <= 16, f"num_heads must be 1 to 16, got {self.num_heads}"),
             (0 <= self.num_layers <= 8, f"num_layers must be 0 to 8, got {self.num_layers}"),
             (
@@ -128,90 +123,10 @@ class HeadsConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimConfig:
-    """One training run: sizes are rows, `max_steps` cuts `epochs` short, intervals are steps."""
-
-    __pydantic_config__ = _STRICT
-    lr: float
-    weight_decay: float
-    betas: tuple[float, float]
-    schedule: Literal["cosine", "linear", "constant"]
-    warmup_ratio: float
-    grad_clip: float
-    epochs: int
-    max_steps: int | None
-    batch_size: int
-    micro_batch_size: int
-    compute_dtype: DTypeName
-    log_every: int
-    eval_every: int
-    save_every: int
-    keep_checkpoints: int
-
-    def __post_init__(self) -> None:
-        positive = ("epochs", "batch_size", "micro_batch_size", "log_every", "eval_every")
-        positive += ("save_every", "keep_checkpoints")
-        _require(
-            (self.lr > 0, f"lr must be above 0, got {self.lr}"),
-            (self.weight_decay >= 0, f"weight_decay must be at least 0, got {self.weight_decay}"),
-            (all(0 <= beta < 1 for beta in self.betas), f"betas must be in [0, 1): {self.betas}"),
-            (0 <= self.warmup_ratio <= 1, f"warmup_ratio must be 0 to 1, got {self.warmup_ratio}"),
-            (self.grad_clip > 0, f"grad_clip must be above 0, got {self.grad_clip}"),
-            (
-                self.max_steps is None or self.max_steps >= 1,
-                f"max_steps must be at least 1 or null, got {self.max_steps}",
-            ),
-            *(
-                (getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-                for name in positive
-            ),
-            (
-                self.micro_batch_size < 1 or self.batch_size % self.micro_batch_size == 0,
-                f"batch_size={self.batch_size} is not a multiple of "
-                f"micro_batch_size={self.micro_batch_size}",
-            ),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Medusa1Config:
-    """Heads on a frozen backbone: head k's loss is weighted `head_weight ** k`."""
-
-    __pydantic_config__ = _STRICT
-    head_weight: float
-    soft_targets: bool
-    hidden_states: Literal["auto", "cached", "online"]
-    optim: OptimConfig
-
-    def __post_init__(self) -> None:
-        _require((self.head_weight > 0, f"head_weight must be above 0, got {self.head_weight}"))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DraftConfig:
-    """The draft-model baseline: the target's first layers, distilled; or an existing `model`."""
-
-    __pydantic_config__ = _STRICT
-    model: str | None
-    num_layers: int
-    vocab_size: int | None
-    optim: OptimConfig
-
-    def __post_init__(self) -> None:
-        _require(
-            (self.num_layers >= 1, f"num_layers must be at least 1, got {self.num_layers}"),
-            (
-                self.vocab_size is None or self.vocab_size >= 2,
-                f"vocab_size must be at least 2 or null, got {self.vocab_size}",
-            ),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateConfig:
     """What is measured. `tree` is `auto` (searched) or a list of rank paths such as [[0],[0,0]]."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     num_prompts: int
     max_new_tokens: int
     gammas: tuple[int, ...]
@@ -224,7 +139,7 @@ class EvaluateConfig:
     bootstrap_samples: int
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             (self.num_prompts >= 1, f"num_prompts must be at least 1, got {self.num_prompts}"),
             (self.max_new_tokens >= 1, f"max_new_tokens must be >= 1, got {self.max_new_tokens}"),
             (
@@ -254,19 +169,19 @@ class EvaluateConfig:
 class DeepSpeedConfig:
     """Which engine trains: `auto` is plain torch for one process, DeepSpeed for several."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     engine: Literal["auto", "torch", "deepspeed"]
     zero_stage: int
 
     def __post_init__(self) -> None:
-        _require((self.zero_stage in (1, 2, 3), f"zero_stage is 1, 2 or 3, got {self.zero_stage}"))
+        require((self.zero_stage in (1, 2, 3), f"zero_stage is 1, 2 or 3, got {self.zero_stage}"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackConfig:
     """Weights & Biases; the JSONL file beside it is always written."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     mode: Literal["online", "offline", "disabled"]
     project: str
     entity: str | None
@@ -274,11 +189,30 @@ class TrackConfig:
     tags: tuple[str, ...]
 
 
+def _tree_checks(
+    tree: tuple[tuple[int, ...], ...], vocab_size: int | None
+) -> list[tuple[bool, str]]:
+    """What can be said of a given tree without a model; `ops.tree` says the rest."""
+    known = {(), *tree}
+    orphans = [list(path) for path in tree if path and path[:-1] not in known]
+    ranks = [rank for path in tree for rank in path]
+    bound = 2**31 if vocab_size is None else vocab_size
+    return [
+        (not orphans, f"evaluate.tree: path {orphans[:1]} lacks its parent"),
+        (len(set(tree)) == len(tree), "evaluate.tree: a path stands twice"),
+        (all(tree), "evaluate.tree: an empty path"),
+        (
+            all(0 <= rank < bound for rank in ranks),
+            f"evaluate.tree: ranks must be 0 to {bound - 1}",
+        ),
+    ]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """A whole run. One recipe drives all its stages."""
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
     run_name: str
     description: str
     seed: int
@@ -298,7 +232,7 @@ class Config:
         order = [STAGE_ORDER.index(stage) for stage in self.stages]
         tree = () if self.evaluate.tree == "auto" else self.evaluate.tree
         depth = max((len(path) for path in tree), default=0)
-        _require(
+        require(
             (bool(self.stages), f"stages is empty; choose from {', '.join(STAGE_ORDER)}"),
             (
                 order == sorted(set(order)),
@@ -315,4 +249,6 @@ class Config:
                 "medusa1.hidden_states=cached needs distill.hidden_states=true",
             ),
             (self.run_name.strip() != "", "run_name is empty"),
+            (0 <= self.seed < 2**31, f"seed must be from 0 to 2**31 - 1, got {self.seed}"),
+            *_tree_checks(tree, self.heads.vocab_size),
         )

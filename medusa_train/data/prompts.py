@@ -49,10 +49,14 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not path.is_file():
         raise DataError(f"prompts.path={path}: no such file")
     found: dict[str, Prompt] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"prompts.path={path} is not UTF-8 text ({error}); convert it") from None
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             prompt = _parse(line, f"{path}, line {number}")
-            found.setdefault(prompt.id, prompt)
+            found.setdefault(prompt.group, prompt)
     if not found:
         raise DataError(f'prompts.path={path} is empty; expected lines like {{"prompt": "..."}}')
     return sorted(found.values(), key=lambda prompt: prompt.id.rsplit("-", 1)[-1])
@@ -91,4 +95,4 @@ def _parse(line: str, where: str) -> Prompt:
     if not isinstance(kind, str):
         raise DataError(f"{where}: kind must be text (such as {KINDS[0]}), found {kind!r}")
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return Prompt(id=prompt_id(kind, text), kind=kind, text=text, group=prompt_id(kind, text))
+    return Prompt(id=prompt_id(kind, text), kind=kind, text=text, group=prompt_id("", text))

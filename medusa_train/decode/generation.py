@@ -46,7 +46,7 @@ class Generation:
 
     ids: list[int]
     finish_reason: FinishReason
-    accepted: list[int]  # drafts accepted in each step, before any cut by the end of the answer
+    accepted: list[int]  # drafts accepted in each step, up to an end id but not cut by the cap
     prefill_seconds: float  # until the first token is there
     decode_seconds: float  # all steps
 
@@ -83,8 +83,9 @@ def generate(
     accepted: list[int] = []
     while reason is None:
         block = method.step(ids[-1])
-        accepted.append(len(block) - 1)
         kept, reason = cut_block(block, room=room - len(ids), end_ids=end_ids)
+        # Nothing behind an end id was ever part of an answer; the cap is merely ours
+        accepted.append(len(kept if reason == "stop" else block) - 1)
         ids += kept
     return Generation(
         ids=ids,

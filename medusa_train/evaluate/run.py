@@ -7,7 +7,9 @@ from typing import Any
 
 from medusa_train.config.schema import Config
 from medusa_train.data.prompts import EncodedPrompt, encode_prompts, prompts_by_split
+from medusa_train.data.rows import read_split
 from medusa_train.decode import DraftModel, Medusa, Method, Plain
+from medusa_train.errors import DataError
 from medusa_train.evaluate.describe import Trained, draft_info, model_info
 from medusa_train.evaluate.report import write_report
 from medusa_train.evaluate.results import build_results, write_results
@@ -53,12 +55,11 @@ def evaluate(
     """
     settings = config.evaluate
     prompts = _prompts(config, backbone)
+    refuse_trained(prompts, distilled)
     medusa_heads = load_heads(
         heads.folder, dtype=backbone.dtype, device=backbone.device, backbone=backbone
     )
-    heads_info, tree, tree_info = choose_tree(
-        config, backbone, medusa_heads, heads, distilled, prompts[0]
-    )
+    heads_info, tree, tree_info = choose_tree(config, backbone, medusa_heads, heads, distilled)
     write_json(stage.folder / TREE, {"paths": [list(path) for path in tree.paths]})
     methods: dict[str, Method] = {
         "plain": Plain(backbone),
@@ -103,8 +104,25 @@ def _prompts(config: Config, backbone: Backbone) -> list[EncodedPrompt]:
         prompts,
         backbone,
         system=config.prompts.system,
-        max_new_tokens=config.evaluate.max_new_tokens + config.heads.num_heads,
+        max_new_tokens=config.evaluate.max_new_tokens
+        + max(config.heads.num_heads, *config.evaluate.gammas),
     )
+
+
+def refuse_trained(prompts: Sequence[EncodedPrompt], distilled: Path) -> None:
+    """Test prompts must not be among those that were trained on or calibrated with.
+
+    Raises:
+        DataError: naming one that is.
+    """
+    rows = [row for split in ("train", "calibration") for row in read_split(distilled / split)]
+    known = {row.prompt for row in rows}
+    leaked = [encoded.prompt.id for encoded in prompts if encoded.prompt.text in known]
+    if leaked:
+        raise DataError(
+            f"{len(leaked)} of {len(prompts)} test prompts were answered for training in "
+            f"{distilled}, first {leaked[0]}: evaluate with the prompts settings of that stage"
+        )
 
 
 def _load_draft(config: Config, backbone: Backbone, folder: Path) -> LanguageModel:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from medusa_train.config.schema import Config, EvaluateConfig
 from medusa_train.data.hidden_states import choose_source
-from medusa_train.data.prompts import EncodedPrompt
 from medusa_train.data.rows import read_split
 from medusa_train.decode import Medusa, Method, Plain
 from medusa_train.errors import ConfigError
@@ -36,7 +35,6 @@ def choose_tree(
     heads: MedusaHeads,
     trained: Trained,
     distilled: Path,
-    prompt: EncodedPrompt,
 ) -> tuple[HeadsInfo, Tree, TreeInfo]:
     """The heads' accuracies, the tree to decode with, and the curve it was chosen from.
 
@@ -46,7 +44,6 @@ def choose_tree(
         heads: in the dtype they will decode in.
         trained: where they come from.
         distilled: folder of the distilled rows; `calibration` is read.
-        prompt: steps are timed behind this one.
 
     Raises:
         ConfigError: if a given tree does not fit the heads.
@@ -77,6 +74,7 @@ def choose_tree(
     else:
         candidates = [list(settings.tree)]
     trees = [_tree(paths, heads) for paths in candidates]
+    prompt = rows[0].ids[: rows[0].answer_start]  # steps are timed behind it
     curve = _size_curve(trees, ranks, backbone, heads, prompt, settings)
     best = fastest(curve, at_least=settings.min_tokens_per_step)
     chosen = trees[best]
@@ -120,12 +118,12 @@ def _size_curve(
     ranks: Sequence[Tensor],
     backbone: Backbone,
     heads: MedusaHeads,
-    prompt: EncodedPrompt,
+    prompt: Sequence[int],
     settings: EvaluateConfig,
 ) -> list[TreeSize]:
     """For each tree what it promises: simulated tokens per step over measured step latency."""
     methods: list[Method] = [Plain(backbone), *(Medusa(backbone, heads, tree) for tree in trees)]
-    plain, *steps = step_seconds(methods, prompt.ids, repeats=settings.latency_repeats)
+    plain, *steps = step_seconds(methods, prompt, repeats=settings.latency_repeats)
     curve = []
     for tree, seconds in zip(trees, steps, strict=True):
         tokens = simulate(ranks, tree.paths)

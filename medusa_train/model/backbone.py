@@ -48,6 +48,11 @@ class Backbone(LanguageModel):
         lm_head = model.get_output_embeddings()
         if lm_head is None:
             raise ModelError(f"{name}: model type {model.config.model_type} has no LM head")
+        if getattr(lm_head, "bias", None) is not None:
+            raise ModelError(
+                f"{name}: the LM head of model type {model.config.model_type} has a bias, which "
+                "heads cannot start from; such a model is not supported"
+            )
         super().__init__(model.get_decoder(), lm_head, valid_ids=len(tokenizer))
         self.model = model
         self.tokenizer = tokenizer
@@ -157,8 +162,18 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f"model.device={name}: expected auto, cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type != "cuda":
+        return device
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found == 0:
         raise ConfigError(f"model.device={name}: torch sees no CUDA device; use auto or cpu")
+    if device.index is None:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if device.index >= found or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"model.device={name}: torch sees {found} CUDA device(s), and under a launcher each "
+            "process takes its own; use auto"
+        )
     return device
 
 

@@ -42,16 +42,10 @@ class Stage:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write("running", {})
             return False
-        differences = _differences(found["settings"], _plain(self.settings))
-        if differences and found["status"] != "done" and not self._holds_work():
+        if found["status"] != "done" and not self._holds_work():
             self._write("running", {})  # a start that failed leaves nothing to mix up
             return False
-        if differences:
-            lines = "\n".join(f"  - {line}" for line in differences)
-            raise CheckpointError(
-                f"{self.folder} was made with other settings:\n{lines}\n"
-                "Give this run another run_name, go back to those settings, or delete that folder."
-            )
+        refuse_other_settings(self.folder, found["settings"], self.settings)
         return found["status"] == "done"
 
     def finish(self, summary: Mapping[str, Any]) -> None:
@@ -93,6 +87,21 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); delete {folder}") from None
     return found
+
+
+def refuse_other_settings(folder: Path, made: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a folder that was made by other settings than those that are asked for.
+
+    Raises:
+        CheckpointError: naming every difference.
+    """
+    differences = _differences(_plain(made), _plain(now))
+    if differences:
+        lines = "\n".join(f"  - {line}" for line in differences)
+        raise CheckpointError(
+            f"{folder} was made with other settings:\n{lines}\n"
+            "Give this run another run_name, go back to those settings, or delete that folder."
+        )
 
 
 def finished(folder: Path, *, stage: str, needed_by: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_train.config.schema import OptimConfig
+from medusa_train.config.training import OptimConfig
 from medusa_train.errors import CheckpointError, TrainingError
 from medusa_train.parallel import World, skip_collectives_build
 from medusa_train.train.engine import adamw, not_finite, whole

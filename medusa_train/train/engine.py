@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from medusa_train.config.schema import DeepSpeedConfig, OptimConfig
+from medusa_train.config.schema import DeepSpeedConfig
+from medusa_train.config.training import OptimConfig
 from medusa_train.errors import CheckpointError, ConfigError, TrainingError
 from medusa_train.parallel import World
 from medusa_train.train.objectives import Objective
@@ -75,17 +76,26 @@ def build_engine(
     Raises:
         ConfigError: if they do not go together, or the batch cannot be divided.
     """
-    accumulation = accumulation_steps(optim, world)
-    if config.engine == "torch" and world.size > 1:
-        raise ConfigError(
-            f"deepspeed.engine=torch runs in one process, but {world.size} were launched: "
-            "use deepspeed=zero1 (or zero2, zero3), or launch one process"
-        )
+    accumulation = check_launch(optim, config, world)
     if config.engine == "torch" or (config.engine == "auto" and world.size == 1):
         return TorchEngine(objective, optim)
     from medusa_train.train.deepspeed_engine import DeepSpeedEngine
 
     return DeepSpeedEngine(objective, optim, config.zero_stage, accumulation, world, device)
+
+
+def check_launch(optim: OptimConfig, config: DeepSpeedConfig, world: World) -> int:
+    """Whether these settings go with the number of processes; micro-batches a step in one.
+
+    Raises:
+        ConfigError: if not, or the batch cannot be divided.
+    """
+    if config.engine == "torch" and world.size > 1:
+        raise ConfigError(
+            f"deepspeed.engine=torch runs in one process, but {world.size} were launched: "
+            "use deepspeed=zero1 (or zero2, zero3), or launch one process"
+        )
+    return accumulation_steps(optim, world)
 
 
 def accumulation_steps(optim: OptimConfig, world: World) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from medusa_train.config.schema import OptimConfig
+from medusa_train.config.training import OptimConfig
 from medusa_train.data.batch import step_rows, steps_per_epoch
 from medusa_train.data.rows import Row
 from medusa_train.errors import Interrupted, TrainingError

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_train.config.schema import Config, OptimConfig
+from medusa_train.config.schema import Config
+from medusa_train.config.training import OptimConfig
 from medusa_train.data.hidden_states import choose_source
 from medusa_train.data.rows import Row, read_split
 from medusa_train.errors import TrainingError
@@ -206,9 +207,13 @@ def _token_map(size: int | None, rows: Sequence[Row], backbone: Backbone) -> Ten
 def _take(module: nn.Module, trained: dict[str, Tensor], *, prefix: str) -> None:
     """Put trained weights into a freshly built module; none may be unknown to it."""
     named = {name.removeprefix(prefix): tensor for name, tensor in trained.items()}
-    unknown = module.load_state_dict(named, strict=False).unexpected_keys
-    if unknown:
-        raise TrainingError(f"trained weights have no place in the result: {unknown[0]}")
+    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+    if trainable != named.keys():
+        odd = sorted(trainable ^ named.keys())[0]
+        raise TrainingError(
+            f"trained weights are not those of the result: {odd} is on one side only"
+        )
+    module.load_state_dict(named, strict=False)
 
 
 def _checksum(model: nn.Module) -> int:

@@ -51,7 +51,7 @@ def test_a_file_gives_its_prompts_once_each_in_an_order_of_its_own(tmp_path):
     there = read_prompts(write(tmp_path / "a", *lines))
     back = read_prompts(write(tmp_path / "b", *reversed(lines)))
 
-    assert sorted(p.text for p in there) == ["  hello ", "Bye", "Hello"]
+    assert sorted(p.text for p in there) == ["Bye", "Hello"]
     assert {(p.text, p.kind) for p in there} >= {("Hello", "greet"), ("Bye", "other")}
     assert [p.id for p in there] == [p.id for p in back]
 

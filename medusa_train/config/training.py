@@ -1,0 +1,97 @@
+"""Settings of the stages that train, and what all sections share."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import ConfigDict
+
+STRICT = ConfigDict(extra="forbid", strict=True)
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def require(*checks: tuple[bool, str]) -> None:
+    """Raise one ValueError that lists the message of every check that does not hold."""
+    faults = [message for holds, message in checks if not holds]
+    if faults:
+        raise ValueError("; ".join(faults))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimConfig:
+    """One training run: sizes are rows, `max_steps` cuts `epochs` short, intervals are steps."""
+
+    __pydantic_config__ = STRICT
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    schedule: Literal["cosine", "linear", "constant"]
+    warmup_ratio: float
+    grad_clip: float
+    epochs: int
+    max_steps: int | None
+    batch_size: int
+    micro_batch_size: int
+    compute_dtype: DTypeName
+    log_every: int
+    eval_every: int
+    save_every: int
+    keep_checkpoints: int
+
+    def __post_init__(self) -> None:
+        positive = ("epochs", "batch_size", "micro_batch_size", "log_every", "eval_every")
+        positive += ("save_every", "keep_checkpoints")
+        require(
+            (self.lr > 0, f"lr must be above 0, got {self.lr}"),
+            (self.weight_decay >= 0, f"weight_decay must be at least 0, got {self.weight_decay}"),
+            (all(0 <= beta < 1 for beta in self.betas), f"betas must be in [0, 1): {self.betas}"),
+            (0 <= self.warmup_ratio <= 1, f"warmup_ratio must be 0 to 1, got {self.warmup_ratio}"),
+            (self.grad_clip > 0, f"grad_clip must be above 0, got {self.grad_clip}"),
+            (
+                self.max_steps is None or self.max_steps >= 1,
+                f"max_steps must be at least 1 or null, got {self.max_steps}",
+            ),
+            *(
+                (getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+                for name in positive
+            ),
+            (
+                self.micro_batch_size < 1 or self.batch_size % self.micro_batch_size == 0,
+                f"batch_size={self.batch_size} is not a multiple of "
+                f"micro_batch_size={self.micro_batch_size}",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Medusa1Config:
+    """Heads on a frozen backbone: head k's loss is weighted `head_weight ** k`."""
+
+    __pydantic_config__ = STRICT
+    head_weight: float
+    soft_targets: bool
+    hidden_states: Literal["auto", "cached", "online"]
+    optim: OptimConfig
+
+    def __post_init__(self) -> None:
+        require((self.head_weight > 0, f"head_weight must be above 0, got {self.head_weight}"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftConfig:
+    """The draft-model baseline: the target's first layers, distilled; or an existing `model`."""
+
+    __pydantic_config__ = STRICT
+    model: str | None
+    num_layers: int
+    vocab_size: int | None
+    optim: OptimConfig
+
+    def __post_init__(self) -> None:
+        require(
+            (self.num_layers >= 1, f"num_layers must be at least 1, got {self.num_layers}"),
+            (
+                self.vocab_size is None or self.vocab_size >= 2,
+                f"vocab_size must be at least 2 or null, got {self.vocab_size}",
+            ),
+        )
