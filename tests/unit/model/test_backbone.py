@@ -173,7 +173,14 @@ def test_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert choose_device("auto") == torch.device("cuda:3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert choose_device("cuda") == torch.device("cuda:3")
     assert choose_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ConfigError, match="torch sees 4 CUDA device"):
+        choose_device("cuda:4")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="each process takes its own; use auto"):
+        choose_device("cuda:1")
 
 
 def test_dtypes(monkeypatch):

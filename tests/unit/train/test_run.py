@@ -111,7 +111,7 @@ def test_a_backbone_that_changes_is_noticed(tmp_path, distill, backbone, monkeyp
 
 
 def test_trained_weights_without_a_place_are_refused():
-    with pytest.raises(TrainingError, match="no place in the result: x"):
+    with pytest.raises(TrainingError, match="not those of the result: bias is on one side"):
         run._take(torch.nn.Linear(1, 1), {"heads.x": torch.zeros(1)}, prefix="heads.")
 
 
