@@ -14,6 +14,7 @@ from bench.case import Case
 from bench.rows import Row, Workload, compare, interleave
 from medusa_train.decode import DraftModel, Medusa, Method, Plain, generate
 from medusa_train.decode.generation import clock
+from medusa_train.model.backbone import quiet_transformers
 from medusa_train.model.heads import HeadsShape, MedusaHeads
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.model.vocabulary import choose_token_map
@@ -50,7 +51,8 @@ def _answers(case: Case) -> list[Row]:
         workloads[f"{name}/peer"] = _speed(
             case, prompts, tokens, _transformers(case, peers[name], tokens)
         )
-    figures = interleave(workloads, repeats=case.repeats, warmup=1)
+    with quiet_transformers():  # assisted generation warns of calls that it makes itself
+        figures = interleave(workloads, repeats=case.repeats, warmup=1)
     return [compare(name, figures[name], figures[f"{name}/peer"], unit="tokens/s") for name in ours]
 
 

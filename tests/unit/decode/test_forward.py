@@ -100,6 +100,12 @@ def test_a_window_counts_positions_and_not_places():
     assert seen(block.mask(4)) == [[2, 3, 4], [3, 4, 5], [3, 4, 6], [4, 5, 7]]
 
 
+def test_a_window_may_end_inside_the_tree():
+    tree = make_tree([(0,), (1,), (1, 0), (1, 0, 0)])
+    block = Block(model_with(sliding_window=2), tree.attend(), tree.depth, 10)
+    assert seen(block.mask(4)) == [[3, 4], [4, 5], [4, 6], [6, 7], [7, 8]]
+
+
 def test_layers_of_two_types_get_a_mask_each():
     settings = {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
     masks = chain_block(model_with(**settings), 2, 10).mask(2)  # pyright: ignore
