@@ -30,7 +30,7 @@ def draft_info(
         return None
     layers = draft.config.num_hidden_layers
     vocabulary = "whole vocabulary" if draft.token_map is None else f"{draft.vocab_size} tokens"
-    origin = config.draft.model or "cut from the target, distilled"
+    origin = config.draft.model or "cut from the target, distilled (hard targets)"
     modules = (draft.decoder, draft.lm_head)
     return DraftInfo(
         architecture=f"{layers} layers, {vocabulary}; {origin}",

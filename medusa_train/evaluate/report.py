@@ -43,6 +43,7 @@ def render_report(results: Results) -> str:
         _conditions(results),
         "## Trade-offs",
         _trade_offs(results),
+        _costs(results.provenance),
         _residuals(results),
         f"![Speed-up by method]({SPEEDUP})",
         f"![Share of steps by accepted drafts]({ACCEPTANCE})",
@@ -150,6 +151,18 @@ def _trade_offs(results: Results) -> str:
             for name, method in _methods(results)
         ),
     )
+
+
+def _costs(provenance: dict[str, JsonValue]) -> str:
+    """What the table leaves out of the cost of training."""
+    rows = provenance.get("distill")
+    both = ""
+    if isinstance(rows, dict) and isinstance(rows.get("tokens"), int):
+        both = (
+            f" Heads and draft model learnt from the same {rows['tokens']:,} tokens of the model's own, "
+            f"which took {_plain_text(rows.get('seconds'))} seconds to make."
+        )
+    return f"Training tokens count repeats; training seconds are optimiser steps alone.{both}"
 
 
 def _residuals(results: Results) -> str:

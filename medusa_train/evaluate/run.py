@@ -20,7 +20,7 @@ from medusa_train.model.backbone import Backbone
 from medusa_train.model.draft import load_draft, load_existing
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.model.weights import load_heads
-from medusa_train.track.manifest import Stage, write_json
+from medusa_train.track.manifest import Stage, read_manifest, write_json
 from medusa_train.track.progress import progress
 from medusa_train.track.provenance import provenance
 from medusa_train.track.sinks import open_sinks
@@ -85,7 +85,7 @@ def evaluate(
         heads=heads_info,
         draft=draft_info(config, draft, draft_model),
         tree=tree_info,
-        provenance=provenance(),
+        provenance={**provenance(), "distill": distill_cost(distilled)},
         bootstrap_samples=settings.bootstrap_samples,
         seed=config.seed,
     )
@@ -123,6 +123,13 @@ def refuse_trained(prompts: Sequence[EncodedPrompt], distilled: Path) -> None:
             f"{len(leaked)} of {len(prompts)} test prompts were answered for training in "
             f"{distilled}, first {leaked[0]}: evaluate with the prompts settings of that stage"
         )
+
+
+def distill_cost(distilled: Path) -> dict[str, Any]:
+    """Answer tokens and seconds of the rows that heads and draft model both learn from."""
+    manifest = read_manifest(distilled) or {}
+    train = manifest.get("summary", {}).get("train", {})
+    return {key: train.get(key) for key in ("rows", "tokens", "seconds")}
 
 
 def _load_draft(config: Config, backbone: Backbone, folder: Path) -> LanguageModel:

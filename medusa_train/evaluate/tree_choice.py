@@ -59,8 +59,9 @@ def choose_tree(
     max_rank = min(settings.max_rank, heads.shape.head_vocab_size)
     guesses = min(max(max_rank, 5), heads.shape.head_vocab_size)
     ranks = rank_rows(rows, source, heads, backbone, guesses=guesses)
+    targets = f" ({'soft' if config.medusa1.soft_targets else 'hard'} targets)"
     info = HeadsInfo(
-        architecture=heads_architecture(heads),
+        architecture=heads_architecture(heads) + targets,
         parameters=count_parameters(heads),
         bytes=count_bytes(heads),
         top1=head_accuracy(ranks, 1),

@@ -1,6 +1,6 @@
 """The differences between the supported transformers versions, all in one place.
 
-Tested on 5.17 and on the version in constraints.txt.
+Tested on the version in constraints.txt; written after the sources of 5.17, where the range begins.
 """
 
 import inspect
