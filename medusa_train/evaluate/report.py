@@ -159,8 +159,8 @@ def _costs(provenance: dict[str, JsonValue]) -> str:
     both = ""
     if isinstance(rows, dict) and isinstance(rows.get("tokens"), int):
         both = (
-            f" Heads and draft model learnt from the same {rows['tokens']:,} tokens of the model's own, "
-            f"which took {_plain_text(rows.get('seconds'))} seconds to make."
+            f" Heads and draft model learnt from the same {rows['tokens']:,} tokens of the model's "
+            f"own, which took {_plain_text(rows.get('seconds'))} seconds to make."
         )
     return f"Training tokens count repeats; training seconds are optimiser steps alone.{both}"
 
