@@ -1,6 +1,7 @@
 """The stages of a run in order: which are finished, which resume, what each builds on."""
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import cached_property
@@ -55,8 +56,11 @@ def run_stages(config: Config, run_dir: Path) -> None:
     """
     world = current_world()
     run = Run(config, run_dir, world)
+    device = choose_device(config.model.device)
+    # Else DeepSpeed, which transformers imports when it saves a model, guesses and says so
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
     if world.size > 1:
-        world.start(choose_device(config.model.device))
+        world.start(device)
     run.check_launch()
     run.check_inputs()
     todo = []
