@@ -194,11 +194,12 @@ def _tree_checks(
 ) -> list[tuple[bool, str]]:
     """What can be said of a given tree without a model; `ops.tree` says the rest."""
     known = {(), *tree}
-    orphans = [list(path) for path in tree if path and path[:-1] not in known]
+    orphans = [path for path in tree if path and path[:-1] not in known]
+    orphan = list(next(iter(orphans), ()))
     ranks = [rank for path in tree for rank in path]
     bound = 2**31 if vocab_size is None else vocab_size
     return [
-        (not orphans, f"evaluate.tree: path {orphans[:1]} lacks its parent"),
+        (not orphans, f"evaluate.tree: tree path {orphan} lacks its parent {orphan[:-1]}"),
         (len(set(tree)) == len(tree), "evaluate.tree: a path stands twice"),
         (all(tree), "evaluate.tree: an empty path"),
         (
