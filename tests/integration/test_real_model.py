@@ -9,19 +9,14 @@ from decoding_case import (
     TREES,
     OracleHeads,
     expected_acceptances,
-    grown,
     make_tree,
     mixed_ranks,
 )
-from transformers import AutoModelForCausalLM
 
 from medusa_train.data.prompt_set import shipped_prompts
 from medusa_train.decode import DraftModel, Medusa, Plain, generate
-from medusa_train.decode.batched import answer_batch
 from medusa_train.model.draft import cut_draft
-from medusa_train.model.heads import HeadsShape, MedusaHeads
 from medusa_train.model.language_model import LanguageModel
-from medusa_train.model.vocabulary import choose_token_map
 
 pytestmark = pytest.mark.slow
 
@@ -80,23 +75,6 @@ def oracles(smollm2, prompts, continued):
     return pairs
 
 
-@pytest.fixture(scope="module")
-def untrained(smollm2, truth):
-    """Heads that equal the LM head, over the tokens of the answers and some more."""
-    token_map = choose_token_map(truth, size=HEAD_VOCABULARY, vocab_size=smollm2.valid_ids)
-    shape = HeadsShape(
-        num_heads=DEPTH,
-        num_layers=1,
-        lm_head="reduced",
-        hidden_size=smollm2.hidden_size,
-        vocab_size=smollm2.vocab_size,
-        head_vocab_size=HEAD_VOCABULARY,
-    )
-    heads = MedusaHeads(shape, token_map)
-    heads.copy_lm_head(smollm2.lm_head.weight)
-    return heads
-
-
 def answers(method, prompts, end_ids):
     return [generate(method, p, max_new_tokens=LENGTH, end_ids=end_ids) for p in prompts]
 
@@ -132,22 +110,3 @@ def test_medusa_with_heads_that_are_often_right(smollm2, prompts, truth, oracles
         )
         depths.update(found.accepted)
     assert depths == set(range(len(laid_out.ranks_by_depth) + 1))
-
-
-def test_medusa_with_untrained_heads(smollm2, prompts, truth, untrained):
-    tree = make_tree(grown(14), max_rank=HEAD_VOCABULARY)
-    found = answers(Medusa(smollm2, untrained, tree), prompts, smollm2.end_ids)
-    assert [answer.ids for answer in found] == truth
-
-
-def test_all_prompts_at_once(smollm2, prompts, truth):
-    found = answer_batch(smollm2, prompts, max_new_tokens=LENGTH, end_ids=smollm2.end_ids)
-    assert [answer.ids for answer in found] == truth
-
-
-def test_a_dequantised_model_is_saved_as_a_plain_one(smollm2, tmp_path):
-    smollm2.model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    ids = torch.tensor([[1, 2, 3]])
-    with torch.no_grad():
-        assert torch.equal(again(input_ids=ids).logits, smollm2.model(input_ids=ids).logits)
