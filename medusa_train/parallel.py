@@ -10,11 +10,13 @@ import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 # One rank may evaluate for hours while the others wait; a dead rank is the launcher's business
 _PATIENCE = timedelta(hours=24)
@@ -49,6 +51,14 @@ class World:
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+    def gather(self, value: T) -> list[T]:
+        """What every process has, by rank, on every process; anything that can be pickled."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
 
     def wait(self) -> None:
         """Until every process is here."""

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,36 +12,34 @@ from medusa_train.config.schema import Config
 from medusa_train.config.training import OptimConfig
 from medusa_train.data.prompts import prompts_by_split
 from medusa_train.distill.run import distill
-from medusa_train.evaluate.describe import Trained
 from medusa_train.evaluate.run import evaluate
 from medusa_train.model.backbone import Backbone, choose_device, load_backbone
 from medusa_train.parallel import World, current_world
 from medusa_train.track.manifest import (
     Stage,
+    Trained,
     fingerprint,
     finished,
     read_manifest,
     refuse_other_settings,
 )
+from medusa_train.train.draft import DRAFT_FOLDER, train_draft
 from medusa_train.train.engine import check_launch
-from medusa_train.train.run import (
-    DRAFT_FOLDER,
-    HEADS_FOLDER,
-    train_draft,
-    train_medusa1,
-)
+from medusa_train.train.medusa1 import HEADS_FOLDER, train_medusa1
+from medusa_train.train.medusa2 import MERGED_FOLDER, train_medusa2
 
 log = logging.getLogger(__name__)
 
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "distill": (),
     "medusa1": ("distill",),
+    "medusa2": ("distill", "medusa1"),
     "draft": ("distill",),
-    "evaluate": ("distill", "medusa1", "draft"),
+    "evaluate": ("distill", "medusa1", "medusa2", "draft"),
 }
 
 # What decides only how often something is shown or saved does not make another run
-_CADENCE = ("log_every", "eval_every", "save_every", "keep_checkpoints")
+_CADENCE = ("log_every", "eval_every", "save_every", "save_minutes", "keep_checkpoints")
 _PLACE = ("device", "device_map")
 
 
@@ -105,9 +103,10 @@ class Run:
 
     def check_launch(self) -> None:
         """Refuse at once what training would refuse for the number of processes."""
-        for name, section in (("medusa1", self.config.medusa1), ("draft", self.config.draft)):
+        for name in ("medusa1", "medusa2", "draft"):
             if name in self.config.stages:
-                check_launch(section.optim, self.config.deepspeed, self.world)
+                optim = getattr(self.config, name).optim
+                check_launch(optim, self.config.deepspeed, self.world)
 
     def check_inputs(self) -> None:
         """Refuse finished stages of other settings, or under `paths` of another model."""
@@ -135,6 +134,7 @@ class Run:
             "medusa1": lambda stage: train_medusa1(
                 self.config, stage, self._rows_for("medusa1"), self.backbone, self.world
             ),
+            "medusa2": self._medusa2,
             "draft": lambda stage: train_draft(
                 self.config, stage, self._rows_for("draft"), self.backbone, self.world
             ),
@@ -150,23 +150,43 @@ class Run:
     def _evaluate(self, stage: Stage) -> dict[str, Any]:
         """One process measures; the others wait, so that nothing disturbs the clocks."""
         distilled = self._rows_for("evaluate")
-        heads = self._trained("medusa1", HEADS_FOLDER)
+        joint = self._has("medusa2")
+        heads = self._trained("medusa2" if joint else "medusa1", HEADS_FOLDER, "evaluate")
         draft = None
-        if "draft" in self.config.stages or read_manifest(self.folder("draft")) is not None:
-            draft = self._trained("draft", DRAFT_FOLDER)
+        if self._has("draft"):
+            draft = self._trained("draft", DRAFT_FOLDER, "evaluate")
         else:
             log.warning("evaluate: no draft model in %s: none is compared", self.folder("draft"))
         if not self.world.is_main:
             return {}
-        return evaluate(
-            self.config, stage, self.backbone, distilled=distilled, heads=heads, draft=draft
-        )
+        backbone = self._merged() if joint else self.backbone
+        return evaluate(self.config, stage, backbone, distilled=distilled, heads=heads, draft=draft)
 
-    def _trained(self, stage: str, subfolder: str) -> Trained:
-        """What a finished training stage left for `evaluate`."""
+    def _medusa2(self, stage: Stage) -> dict[str, Any]:
+        """Train with a backbone that no other stage gets to see afterwards."""
+        start = None
+        if self.config.medusa2.start == "medusa1":
+            start = self._trained("medusa1", HEADS_FOLDER, "medusa2")
+        rows, backbone = self._rows_for("medusa2"), self.backbone
+        self.__dict__.pop("backbone")
+        return train_medusa2(self.config, stage, rows, start, backbone, self.world)
+
+    def _merged(self) -> Backbone:
+        """The backbone that medusa2 has left."""
+        self.__dict__.pop("backbone", None)
+        folder = self.folder("medusa2") / MERGED_FOLDER
+        log.info("loading %s", folder)
+        return load_backbone(replace(self.config.model, name=str(folder), revision=None))
+
+    def _has(self, stage: str) -> bool:
+        """Whether a stage is part of this run, or was of an earlier one in the same folder."""
+        return stage in self.config.stages or read_manifest(self.folder(stage)) is not None
+
+    def _trained(self, stage: str, subfolder: str, needed_by: str) -> Trained:
+        """What a finished training stage left for a later one."""
         folder = self.folder(stage)
-        manifest = finished(folder, stage=stage, needed_by="evaluate")
-        return Trained(folder=folder / subfolder, summary=manifest["summary"])
+        manifest = finished(folder, stage=stage, needed_by=needed_by)
+        return Trained(stage=stage, folder=folder / subfolder, summary=manifest["summary"])
 
     def _settings(self, name: str) -> dict[str, Any]:
         config = self.config
@@ -182,6 +202,10 @@ class Run:
             case "medusa1":
                 settings = {"heads": asdict(config.heads), "medusa1": _training(config.medusa1)}
                 return {**shared, **settings, "builds_on": self._builds_on("distill")}
+            case "medusa2":
+                settings = {"heads": asdict(config.heads), "medusa2": _training(config.medusa2)}
+                needed = ("distill", "medusa1")[: 1 + (config.medusa2.start == "medusa1")]
+                return {**shared, **settings, "builds_on": self._builds_on(*needed)}
             case "draft":
                 settings = {"draft": _training(config.draft)}
                 return {**shared, **settings, "builds_on": self._builds_on("distill")}
@@ -190,7 +214,7 @@ class Run:
                     **shared,
                     "prompts": {**asdict(config.prompts), "digest": self._prompts_digest},
                     "evaluate": asdict(config.evaluate),
-                    "builds_on": self._builds_on("distill", "medusa1", "draft"),
+                    "builds_on": self._builds_on(*_NEEDS["evaluate"]),
                 }
 
     @cached_property

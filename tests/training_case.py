@@ -19,7 +19,7 @@ from medusa_train.track.sinks import NullSink, Sink
 from medusa_train.train.checkpoint import Checkpoints, TrainState, load_checkpoint
 from medusa_train.train.engine import TorchEngine
 from medusa_train.train.loop import Fit
-from medusa_train.train.objectives import Medusa1Objective
+from medusa_train.train.medusa1 import Medusa1Objective
 
 ALONE = World(rank=0, size=1)
 CPU = torch.device("cpu")
@@ -29,9 +29,10 @@ OVERRIDES = (
     "run_name=test",
     "heads.num_heads=3",
     "draft.num_layers=1",
+    "medusa2.lora.rank=4",
     *(
         f"{stage}.optim.{setting}"
-        for stage in ("medusa1", "draft")
+        for stage in ("medusa1", "medusa2", "draft")
         for setting in (
             "batch_size=4",
             "micro_batch_size=2",
@@ -133,7 +134,7 @@ def make_fit(
     settings: OptimConfig = replace(make_config().medusa1.optim, **optim)  # pyright: ignore
     objective = Medusa1Objective(
         make_heads(backbone),
-        online_source(backbone),
+        online_source(backbone.hidden_states, CPU),
         shared_lm_head=None,
         head_weight=0.8,
         compute_dtype=torch.float32,

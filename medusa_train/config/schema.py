@@ -12,11 +12,12 @@ from medusa_train.config.training import (
     DraftConfig,
     DTypeName,
     Medusa1Config,
+    Medusa2Config,
     require,
 )
 
-StageName = Literal["distill", "medusa1", "draft", "evaluate"]
-STAGE_ORDER: tuple[StageName, ...] = ("distill", "medusa1", "draft", "evaluate")
+StageName = Literal["distill", "medusa1", "medusa2", "draft", "evaluate"]
+STAGE_ORDER: tuple[StageName, ...] = ("distill", "medusa1", "medusa2", "draft", "evaluate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +27,7 @@ class PathsConfig:
     __pydantic_config__ = STRICT
     distill: str | None
     medusa1: str | None
+    medusa2: str | None
     draft: str | None
 
 
@@ -224,6 +226,7 @@ class Config:
     distill: DistillConfig
     heads: HeadsConfig
     medusa1: Medusa1Config
+    medusa2: Medusa2Config
     draft: DraftConfig
     evaluate: EvaluateConfig
     deepspeed: DeepSpeedConfig
@@ -248,6 +251,14 @@ class Config:
             (
                 self.medusa1.hidden_states != "cached" or self.distill.hidden_states,
                 "medusa1.hidden_states=cached needs distill.hidden_states=true",
+            ),
+            (
+                self.medusa2.hidden_states != "cached" or self.distill.hidden_states,
+                "medusa2.hidden_states=cached needs distill.hidden_states=true",
+            ),
+            (
+                not {"medusa2", "evaluate"} <= set(self.stages) or self.medusa2.merge,
+                "evaluate measures the merged backbone of medusa2: use medusa2.merge=true",
             ),
             (self.run_name.strip() != "", "run_name is empty"),
             (0 <= self.seed < 2**31, f"seed must be from 0 to 2**31 - 1, got {self.seed}"),

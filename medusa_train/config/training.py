@@ -78,6 +78,58 @@ class Medusa1Config:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoraSettings:
+    """Low-rank changes of every linear layer, through peft; `lm_head` includes the LM head."""
+
+    __pydantic_config__ = STRICT
+    rank: int
+    alpha: float
+    dropout: float
+    lm_head: bool
+
+    def __post_init__(self) -> None:
+        require(
+            (self.rank >= 1, f"rank must be at least 1, got {self.rank}"),
+            (self.alpha > 0, f"alpha must be above 0, got {self.alpha}"),
+            (0 <= self.dropout < 1, f"dropout must be in [0, 1), got {self.dropout}"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Medusa2Config:
+    """Heads and backbone together: L_base + heads_weight * ramp * sum_k head_weight ** k * L_k."""
+
+    __pydantic_config__ = STRICT
+    start: Literal["medusa1", "fresh"]
+    backbone: Literal["lora", "full"]
+    lora: LoraSettings
+    base_loss: Literal["self_distill", "cross_entropy"]
+    keep_near: float
+    heads_weight: float
+    heads_ramp: Literal["constant", "linear", "sine"]
+    head_weight: float
+    heads_lr_factor: float
+    soft_targets: bool
+    hidden_states: Literal["auto", "cached", "online"]
+    gradient_checkpointing: bool
+    merge: bool
+    optim: OptimConfig
+
+    def __post_init__(self) -> None:
+        require(
+            (self.keep_near >= 0, f"keep_near must be at least 0, got {self.keep_near}"),
+            (
+                self.keep_near == 0 or self.base_loss == "cross_entropy",
+                f"keep_near={self.keep_near} is for base_loss=cross_entropy; self_distill alone "
+                "already keeps the backbone near the original: use keep_near=0",
+            ),
+            (self.heads_weight > 0, f"heads_weight must be above 0, got {self.heads_weight}"),
+            (self.head_weight > 0, f"head_weight must be above 0, got {self.head_weight}"),
+            (self.heads_lr_factor > 0, f"heads_lr_factor must be above 0: {self.heads_lr_factor}"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DraftConfig:
     """The draft-model baseline: the target's first layers, distilled; or an existing `model`."""
 

@@ -22,8 +22,24 @@ class HeadBatch:
 
     hidden: Tensor  # final-norm hidden states, [P, D]
     targets: Tensor  # ids in the heads' vocabulary or IGNORE, [K, P]
+    wanted: Tensor  # where there is a target, in the heads' vocabulary or not, [K, P]
+    spans: list[tuple[int, int]]  # among P, the positions of each row that decoding starts from
     states: Tensor  # of all positions of the rows, [Q, D]
     teachers: Tensor  # which of `states` the target itself was computed from, [K, P]; 0 without one
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointBatch:
+    """What Medusa-2 reads: whole rows, and the positions at which some loss has a target."""
+
+    ids: Tensor  # padded on the right, [B, T]
+    attend: Tensor  # False where padded, [B, T]
+    place: Tensor  # of the positions in the flattened rows, [P]
+    base_targets: Tensor  # the next token where it is the model's own, or IGNORE, [P]
+    targets: Tensor  # of the heads, in their vocabulary, or IGNORE, [K, P]
+    wanted: Tensor  # where there is a target, in the heads' vocabulary or not, [K, P]
+    spans: list[tuple[int, int]]  # among P, the positions of each row that decoding starts from
+    teacher_states: Tensor | None  # of the original model at the positions, [P, D]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,24 +59,82 @@ def row_targets(row: Row, num_heads: int, *, first: int = 2) -> Tensor:
 
 def head_batch(rows: Sequence[Row], source: HiddenSource, heads: MedusaHeads) -> HeadBatch:
     """Hidden states and targets of some rows, without the positions that teach nothing."""
-    sources, targets, teachers, hidden = source(rows), [], [], []
+    sources, targets, teachers, hidden, spans = source(rows), [], [], [], []
     ahead = torch.arange(1, len(heads) + 1).unsqueeze(1)
-    before = 0
+    before = taken = 0
     for row, states in zip(rows, sources, strict=True):
-        target = row_targets(row, len(heads))[:, row.states_start : len(row.ids) - 1]
-        place = (target != IGNORE).any(dim=0).nonzero().squeeze(1)
-        target = target[:, place]
+        target, place = _taught(row, row_targets(row, len(heads)))
         hidden.append(states[place.to(states.device)])
         targets.append(target)
         teachers.append(torch.where(target != IGNORE, before + place + ahead, 0))
+        spans.append(_decoding_span(row, place, target[0], taken))
         before += len(states)
+        taken += len(place)
     device = sources[0].device
+    joined = torch.cat(targets, dim=1).to(device)
     return HeadBatch(
         hidden=torch.cat(hidden),
-        targets=heads.to_head_ids(torch.cat(targets, dim=1).to(device)),
+        targets=heads.to_head_ids(joined),
+        wanted=joined != IGNORE,
+        spans=spans,
         states=torch.cat(sources),
         teachers=torch.cat(teachers, dim=1).to(device),
     )
+
+
+def joint_batch(
+    rows: Sequence[Row], heads: MedusaHeads, device: torch.device, source: HiddenSource | None
+) -> JointBatch:
+    """Whole rows with the targets of the base LM head and of the heads.
+
+    Args:
+        rows: of the micro-batch.
+        heads: they belong to.
+        device: of the batch.
+        source: hidden states of the original model, where its distributions are learnt.
+    """
+    ids, attend = padded(rows, device)
+    states = None if source is None else source(rows)
+    places, targets, taught, spans = [], [], [], []
+    taken = 0
+    for b, row in enumerate(rows):
+        target, place = _taught(row, row_targets(row, len(heads) + 1, first=1))
+        places.append(b * ids.shape[1] + row.states_start + place)
+        targets.append(target)
+        spans.append(_decoding_span(row, place, target[1], taken))
+        if states is not None:
+            taught.append(states[b][place.to(states[b].device)])
+        taken += len(place)
+    base, *ahead = torch.cat(targets, dim=1).to(device)
+    joined = torch.stack(ahead)
+    return JointBatch(
+        ids=ids,
+        attend=attend,
+        place=torch.cat(places).to(device),
+        base_targets=base,
+        targets=heads.to_head_ids(joined),
+        wanted=joined != IGNORE,
+        spans=spans,
+        teacher_states=None if states is None else torch.cat(taught),
+    )
+
+
+def _taught(row: Row, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Targets at the positions that have any, [L, P], and these, from `states_start`, [P]."""
+    targets = targets[:, row.states_start : len(row.ids) - 1]
+    place = (targets != IGNORE).any(dim=0).nonzero().squeeze(1)
+    return targets[:, place], place
+
+
+def _decoding_span(row: Row, place: Tensor, head0: Tensor, taken: int) -> tuple[int, int]:
+    """First and last + 1 of the positions in the batch that decoding would start a step from.
+
+    From the last one of the prompt on, as long as head 0 has a target. `taken` positions of other
+    rows come before.
+    """
+    starts = (place + row.states_start >= row.answer_start - 1) & (head0 != IGNORE)
+    known = starts.nonzero().squeeze(1).tolist()
+    return (taken + known[0], taken + known[-1] + 1) if known else (taken, taken)
 
 
 def token_batch(rows: Sequence[Row], device: torch.device) -> TokenBatch:

@@ -10,22 +10,33 @@ from torch import Tensor
 
 from medusa_train.data.rows import LEAD, HiddenFiles, Row, has_hidden
 from medusa_train.errors import ConfigError
-from medusa_train.model.backbone import Backbone
 
 # For each row the states of positions row.states_start ... T - 2, each [P, D]
 HiddenSource = Callable[[Sequence[Row]], list[Tensor]]
 
 
+# Final-norm states of right-padded ids under an attention mask, [B, T], [B, T] -> [B, T, D]
+HiddenForward = Callable[[Tensor, Tensor], Tensor]
+
+
 def choose_source(
-    mode: str, rows: Sequence[Row], backbone: Backbone, *, num_heads: int
+    mode: str,
+    rows: Sequence[Row],
+    forward: HiddenForward,
+    *,
+    num_heads: int,
+    device: torch.device,
+    stage: str,
 ) -> HiddenSource:
     """The stored states where the mode asks for or allows them, else a forward of the backbone.
 
     Args:
         mode: `cached`, `online`, or `auto`: cached where every row has stored states.
         rows: all rows that will be asked for.
-        backbone: for the forward.
+        forward: of the backbone.
         num_heads: K; stored states reach back far enough for `LEAD - 1` heads.
+        device: of the states.
+        stage: for the message.
 
     Raises:
         ConfigError: if `cached` is asked for and cannot be had.
@@ -34,12 +45,12 @@ def choose_source(
     if mode == "cached" and not usable:
         why = "some rows have none" if num_heads < LEAD else f"they serve up to {LEAD - 1} heads"
         raise ConfigError(
-            f"medusa1.hidden_states=cached with heads.num_heads={num_heads}, but {why}: use "
-            "medusa1.hidden_states=online, or distill with distill.hidden_states=true"
+            f"{stage}.hidden_states=cached with heads.num_heads={num_heads}, but {why}: use "
+            f"{stage}.hidden_states=online, or distill with distill.hidden_states=true"
         )
     if usable and mode != "online":
-        return cached_source(backbone.device)
-    return online_source(backbone)
+        return cached_source(device)
+    return online_source(forward, device)
 
 
 def cached_source(device: torch.device) -> HiddenSource:
@@ -48,12 +59,12 @@ def cached_source(device: torch.device) -> HiddenSource:
     return lambda rows: [files(row).to(device) for row in rows]
 
 
-def online_source(backbone: Backbone) -> HiddenSource:
+def online_source(forward: HiddenForward, device: torch.device) -> HiddenSource:
     """States from one padded forward of the backbone; a row's do not depend on the others."""
 
     def states(rows: Sequence[Row]) -> list[Tensor]:
         with torch.no_grad():
-            hidden = backbone.hidden_states(*padded(rows, backbone.device))
+            hidden = forward(*padded(rows, device))
         return [
             hidden[b, row.states_start : len(row.ids) - 1].clone() for b, row in enumerate(rows)
         ]

@@ -15,9 +15,7 @@ from medusa_train.decode.medusa import HeadGuesses
 from medusa_train.model.backbone import Backbone
 from medusa_train.model.heads import MedusaHeads
 from medusa_train.ops.loss import IGNORE
-from medusa_train.ops.metrics import top_k_hits
-
-MISSED = 10**6  # the rank of a target that is not among the guesses asked for
+from medusa_train.ops.metrics import MISSED, top_k_hits
 
 _ROWS_AT_ONCE = 8
 

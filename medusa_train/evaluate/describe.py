@@ -1,9 +1,5 @@
 """What was compared, in words and sizes: architectures, parameters, bytes."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -12,14 +8,7 @@ from medusa_train.evaluate.results_schema import DraftInfo, ModelInfo
 from medusa_train.model.backbone import Backbone
 from medusa_train.model.heads import MedusaHeads
 from medusa_train.model.language_model import LanguageModel
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """What a training stage left: a folder, and the summary in its manifest."""
-
-    folder: Path
-    summary: Mapping[str, Any]
+from medusa_train.track.manifest import Trained
 
 
 def draft_info(

@@ -10,7 +10,7 @@ from medusa_train.data.prompts import EncodedPrompt, encode_prompts, prompts_by_
 from medusa_train.data.rows import read_split
 from medusa_train.decode import DraftModel, Medusa, Method, Plain
 from medusa_train.errors import DataError
-from medusa_train.evaluate.describe import Trained, draft_info, model_info
+from medusa_train.evaluate.describe import draft_info, model_info
 from medusa_train.evaluate.report import write_report
 from medusa_train.evaluate.results import build_results, write_results
 from medusa_train.evaluate.results_schema import Results
@@ -20,7 +20,7 @@ from medusa_train.model.backbone import Backbone
 from medusa_train.model.draft import load_draft, load_existing
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.model.weights import load_heads
-from medusa_train.track.manifest import Stage, read_manifest, write_json
+from medusa_train.track.manifest import Stage, Trained, read_manifest, write_json
 from medusa_train.track.progress import progress
 from medusa_train.track.provenance import provenance
 from medusa_train.track.sinks import open_sinks

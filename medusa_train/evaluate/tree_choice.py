@@ -13,18 +13,18 @@ from medusa_train.decode import Medusa, Method, Plain
 from medusa_train.errors import ConfigError
 from medusa_train.evaluate.accuracy import head_accuracy, rank_rows
 from medusa_train.evaluate.describe import (
-    Trained,
     count_bytes,
     count_parameters,
     heads_architecture,
 )
 from medusa_train.evaluate.results_schema import HeadsInfo, TreeInfo, TreeSize
 from medusa_train.evaluate.speed import step_seconds
-from medusa_train.evaluate.tree_search import count_paths, grow, simulate
 from medusa_train.model.backbone import Backbone
 from medusa_train.model.heads import MedusaHeads
 from medusa_train.ops.tree import Path as RankPath
 from medusa_train.ops.tree import Tree, build_tree
+from medusa_train.ops.tree_growth import count_paths, grow, simulate
+from medusa_train.track.manifest import Trained
 
 log = logging.getLogger(__name__)
 
@@ -50,23 +50,28 @@ def choose_tree(
     """
     settings = config.evaluate
     rows = read_split(distilled / "calibration")
+    # Stored states are those of the original backbone, which medusa2 has changed
+    stored = trained.stage == "medusa1" and config.medusa1.hidden_states != "online"
     source = choose_source(
-        "auto" if config.medusa1.hidden_states == "cached" else config.medusa1.hidden_states,
+        "auto" if stored else "online",
         rows,
-        backbone,
+        backbone.hidden_states,
         num_heads=len(heads),
+        device=backbone.device,
+        stage=trained.stage,
     )
     max_rank = min(settings.max_rank, heads.shape.head_vocab_size)
     guesses = min(max(max_rank, 5), heads.shape.head_vocab_size)
     ranks = rank_rows(rows, source, heads, backbone, guesses=guesses)
-    targets = f" ({'soft' if config.medusa1.soft_targets else 'hard'} targets)"
+    soft = getattr(config, trained.stage).soft_targets
+    targets = f" ({'soft' if soft else 'hard'} targets)"
     info = HeadsInfo(
         architecture=heads_architecture(heads) + targets,
         parameters=count_parameters(heads),
         bytes=count_bytes(heads),
         top1=head_accuracy(ranks, 1),
         top5=head_accuracy(ranks, 5),
-        training_tokens=trained.summary["tokens"],
+        training_tokens=trained.summary["tokens"] + trained.summary.get("tokens_before", 0),
         training_seconds=trained.summary["seconds"],
     )
     if settings.tree == "auto":

@@ -28,31 +28,12 @@ from medusa_train.config.schema import ModelConfig
 from medusa_train.errors import ConfigError, ModelError
 from medusa_train.model.backbone import Backbone, load_backbone, quiet_transformers
 from medusa_train.model.language_model import LanguageModel
+from medusa_train.model.lm_head import LmHead
 from medusa_train.model.vocabulary import to_reduced_ids
-from medusa_train.ops.loss import linear_cross_entropy
 from medusa_train.track.manifest import replace_folder, write_json
 
 DRAFT = "draft.json"
 REDUCED_HEAD = "draft_head.safetensors"
-
-
-class DraftHead(nn.Linear):
-    """An LM head that can also give its loss, so that sharded weights are whole for both."""
-
-    def __init__(self, hidden_size: int, vocab_size: int) -> None:
-        super().__init__(hidden_size, vocab_size, bias=False)
-
-    def forward(  # pyright: ignore
-        self,
-        hidden: Tensor,
-        targets: Tensor | None = None,
-        *,
-        compute_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Logits, [..., D] -> [..., V]; with `targets` [P] the summed cross-entropy of [P, D]."""
-        if targets is None:
-            return super().forward(hidden)
-        return linear_cross_entropy(hidden, self.weight, targets, compute_dtype=compute_dtype)
 
 
 class DraftModel(nn.Module):
@@ -61,7 +42,7 @@ class DraftModel(nn.Module):
     token_map: Tensor | None
 
     def __init__(
-        self, decoder: PreTrainedModel, lm_head: DraftHead, token_map: Tensor | None
+        self, decoder: PreTrainedModel, lm_head: LmHead, token_map: Tensor | None
     ) -> None:
         """Put the parts together; `token_map` holds ascending target ids, [V]."""
         super().__init__()
@@ -108,7 +89,7 @@ def cut_draft(
     rows = backbone.lm_head.weight.detach()  # pyright: ignore
     if token_map is not None:
         rows = rows[token_map.to(rows.device)]
-    lm_head = DraftHead(rows.shape[1], rows.shape[0])
+    lm_head = LmHead(rows.shape[1], rows.shape[0])
     lm_head.weight.copy_(rows)
     decoder.get_input_embeddings().requires_grad_(False)
     return DraftModel(decoder, lm_head, token_map).to(device).eval()
@@ -165,7 +146,7 @@ def load_draft(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Lan
         raise ModelError(
             f"{folder / REDUCED_HEAD}: weight is {list(weight.shape)}, expected {list(expected)}"
         )
-    lm_head = DraftHead(weight.shape[1], weight.shape[0])
+    lm_head = LmHead(weight.shape[1], weight.shape[0])
     lm_head.weight.data.copy_(weight)
     lm_head = lm_head.to(device=device, dtype=dtype).eval().requires_grad_(False)
     return LanguageModel(decoder, lm_head, valid_ids=valid_ids, token_map=token_map.to(device))

@@ -7,7 +7,7 @@ Architecture after Cai et al. 2024 (arXiv 2401.10774), section 2.1.1.
 Legend: P positions, K heads, V vocabulary of the heads, D hidden size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from medusa_train.model.packed import fast_linear, fast_twin
 from medusa_train.model.vocabulary import to_reduced_ids
-from medusa_train.ops.loss import IGNORE, linear_cross_entropy
+from medusa_train.ops.loss import IGNORE, SoftTargets, linear_cross_entropy
 
 Projection = Callable[[Tensor], Tensor]
 
@@ -66,27 +66,33 @@ class MedusaHead(nn.Module):
         targets: Tensor,
         *,
         shared: Tensor | None = None,
-        soft: Tensor | None = None,
+        soft: SoftTargets | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Summed cross-entropy of the positions that have a target: scalar, float32.
+        """Summed loss of the positions that have a target: scalar, float32.
 
         Args:
             hidden: final-norm hidden states, [P, D].
             targets: ids in the heads' vocabulary, or `IGNORE`, [P].
             shared: the backbone's LM head for `shared` heads, [V, D].
-            soft: distributions to learn instead of single ids, [P, V].
+            soft: distributions to learn instead of single ids, [p] -> [p, V].
             compute_dtype: dtype of the matrix products; None means that of `hidden`.
         """
-        keep = targets != IGNORE
-        hidden, targets = hidden[keep], targets[keep]
-        soft = None if soft is None else soft[keep]
+        place = (targets != IGNORE).nonzero().squeeze(1)
+        features = self.features(hidden[place], compute_dtype=compute_dtype)
+        return linear_cross_entropy(
+            features,
+            self._weight(shared),
+            targets[place],
+            soft=None if soft is None else lambda at: soft(place[at]),
+            compute_dtype=compute_dtype,
+        )
+
+    def features(self, hidden: Tensor, *, compute_dtype: torch.dtype | None = None) -> Tensor:
+        """What the LM head reads, [P, D] -> [P, D]."""
         dtype = compute_dtype or hidden.dtype
         with torch.autocast(hidden.device.type, dtype=dtype, enabled=dtype != torch.float32):
-            features = self.layers(hidden.to(self._block_dtype(hidden)))
-        return linear_cross_entropy(
-            features, self._weight(shared), targets, soft=soft, compute_dtype=compute_dtype
-        )
+            return self.layers(hidden.to(self._block_dtype(hidden)))
 
     def logits(self, hidden: Tensor, *, shared: Tensor | None = None) -> Tensor:
         """[P, D] -> [P, V], in the dtype of the weights."""
@@ -142,6 +148,9 @@ class MedusaHeads(nn.Module):
 
     def __getitem__(self, k: int) -> MedusaHead:
         return self.heads[k]  # pyright: ignore
+
+    def __iter__(self) -> Iterator[MedusaHead]:
+        return iter(self.heads)  # pyright: ignore
 
     @torch.no_grad()
     def copy_lm_head(self, lm_head: Tensor) -> None:

@@ -1,14 +1,19 @@
 """Which token each head must predict, and the cross-entropy of it in memory that does not grow.
 
-Legend: T tokens of a row, P positions, K heads, V vocabulary (of one LM head), D hidden size.
+Legend: T tokens of a row, P positions, K heads, V vocabulary (of one LM head), D hidden size,
+R rank of a low-rank change of the LM head.
 """
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 IGNORE = -100  # "no target here", as in torch.nn.functional.cross_entropy
+
+# Distributions to learn at some positions, given as places among P: [p] -> [p, V]
+SoftTargets = Callable[[Tensor], Tensor]
 
 LOGITS_BYTES = 64 * 2**20  # a chunk of logits is at most this large
 CACHE_BYTES = 2 * 2**20  # and on a CPU its softmax is taken in slices that stay in the cache
@@ -50,32 +55,41 @@ def linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
-    soft: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    soft: SoftTargets | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Summed cross-entropy of `hidden @ weight.T` against `targets`, never holding all logits.
 
     The logits exist for a chunk of positions at a time; their gradient is turned at once into
-    that of `hidden` and `weight` (only of those that need one), so backward costs no second
-    pass. Softmax and sums run in float32 whatever the dtype of the products.
+    that of the inputs (only of those that need one), so backward costs no second pass. Softmax
+    and sums run in float32 whatever the dtype of the products.
 
     Args:
         hidden: [P, D].
         weight: LM head, [V, D].
         targets: ids below V, or `IGNORE`, [P].
-        soft: whole distributions to learn instead of single ids, [P, V]; only those of positions
-            that have a target count.
+        low_rank: a LoRA of the LM head, as `(down, up)`, [P, R] and [V, R]: `down @ up.T` is
+            added to the logits. Its gradient costs no [V, D].
+        soft: whole distributions to learn instead of single ids, asked for a chunk at a time and
+            only where a target counts; the value is then the divergence KL(soft || model), which
+            has the gradient of the cross-entropy and is 0 at best.
         compute_dtype: dtype of the matrix products; None means that of `hidden`.
 
     Returns:
         Scalar float32 sum over the positions that have a target; 0 when none has.
     """
-    keep = targets != IGNORE
-    if not bool(keep.all()):
-        hidden, targets = hidden[keep], targets[keep]
-        soft = None if soft is None else soft[keep]
+    place = (targets != IGNORE).nonzero().squeeze(1)
+    down, up = low_rank or (None, None)
+    if len(place) < len(targets):
+        hidden, targets = hidden[place], targets[place]
+        down = None if down is None else down[place]
+
+    def goals(chunk: slice) -> Tensor:
+        return targets[chunk] if soft is None else soft(place[chunk])
+
     dtype = compute_dtype or hidden.dtype
-    return cast(Tensor, _LinearCrossEntropy.apply(hidden, weight, targets, soft, dtype))  # pyright: ignore[reportUnknownMemberType]
+    return cast(Tensor, _LinearCrossEntropy.apply(hidden, weight, down, up, goals, dtype))  # pyright: ignore[reportUnknownMemberType]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -86,44 +100,46 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        targets: Tensor,
-        soft: Tensor | None,
+        down: Tensor | None,
+        up: Tensor | None,
+        goals: Callable[[slice], Tensor],
         dtype: torch.dtype,
     ) -> Tensor:
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        weight_c = weight.detach().to(dtype)
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        # Each input as (tensor in `dtype`, gradient or None)
+        inputs = [hidden, weight] if down is None or up is None else [hidden, weight, down, up]
+        needed = ctx.needs_input_grad
+        grads = [
+            torch.zeros_like(tensor, dtype=torch.float32) if need else None
+            for tensor, need in zip(inputs, needed, strict=False)
+        ]
+        cast_ups = [tensor.detach().to(dtype) for tensor in inputs[1::2]]
         total = hidden.new_zeros((), dtype=torch.float32)
         rows = max(1, LOGITS_BYTES // (dtype.itemsize * weight.shape[0]))
         for start in range(0, hidden.shape[0], rows):
             chunk = slice(start, start + rows)
-            hidden_c = hidden[chunk].detach().to(dtype)
-            logits = hidden_c @ weight_c.T
-            wanted = targets[chunk] if soft is None else soft[chunk]
-            total += _loss_then_gradient(logits, wanted)
-            if grad_hidden is not None:
-                grad_hidden[chunk] = logits @ weight_c
-            if grad_weight is not None:
-                grad_weight += logits.T @ hidden_c
-        ctx.save_for_backward(
-            grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
-        )
+            lefts = [tensor[chunk].detach().to(dtype) for tensor in inputs[::2]]
+            logits = lefts[0] @ cast_ups[0].T
+            for left, right in zip(lefts[1:], cast_ups[1:], strict=True):
+                logits.addmm_(left, right.T)
+            total += _loss_then_gradient(logits, goals(chunk))
+            for i, (left, right) in enumerate(zip(lefts, cast_ups, strict=True)):
+                grad_left, grad_right = grads[2 * i : 2 * i + 2]
+                if grad_left is not None:
+                    grad_left[chunk] = logits @ right
+                if grad_right is not None:
+                    grad_right += logits.T @ left
+        kept = [
+            None if grad is None else grad.to(tensor.dtype)
+            for grad, tensor in zip(grads, inputs, strict=True)
+        ]
+        ctx.save_for_backward(*kept)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden: Tensor | None
-        grad_weight: Tensor | None
-        grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad_outputs[0]
-        return (
-            None if grad_hidden is None else grad_hidden.mul_(scale),
-            None if grad_weight is None else grad_weight.mul_(scale),
-            None,
-            None,
-            None,
-        )
+        grads = [None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors]
+        return (*grads, *[None] * (6 - len(grads)))
 
 
 def softmax_slices(logits: Tensor) -> Tensor:
@@ -134,9 +150,9 @@ def softmax_slices(logits: Tensor) -> Tensor:
 
 
 def _loss_then_gradient(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Summed cross-entropy of logits, [P, V], which are overwritten by its gradient.
+    """Summed loss of logits, [P, V], which are overwritten by its gradient.
 
-    `wanted` holds ids, [P], or distributions, [P, V].
+    `wanted` holds ids, [P], for the cross-entropy, or distributions, [P, V], for the divergence.
     """
     total = logits.new_zeros((), dtype=torch.float32)
     rows = _slice_rows(logits)
@@ -147,8 +163,10 @@ def _loss_then_gradient(logits: Tensor, wanted: Tensor) -> Tensor:
         log_sum = exact.amax(dim=1) - share.amax(dim=1).log()
         if goal.dim() == 2:
             soft = goal.float()
-            total += (log_sum * soft.sum(dim=1) - (soft * exact).sum(dim=1)).sum()
-            share.mul_(soft.sum(dim=1, keepdim=True)).sub_(soft)
+            soft = soft / soft.sum(dim=1, keepdim=True)  # lower precision rounds the sum off 1
+            entropy = torch.special.entr(soft).sum()
+            total += (log_sum - (soft * exact).sum(dim=1)).sum() - entropy
+            share.sub_(soft)
         else:
             index = goal.unsqueeze(1)
             total += (log_sum - exact.gather(1, index).squeeze(1)).sum()

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from medusa_train.ops.loss import IGNORE
 
+MISSED = 10**6  # the rank of a target that is not among the guesses asked for
+
 
 def target_ranks(logits: Tensor, targets: Tensor) -> Tensor:
     """How many tokens score above the target, 0 being the best; `IGNORE` where there is no target.

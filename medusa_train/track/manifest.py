@@ -75,6 +75,15 @@ class Stage:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a training stage left: a folder, and the summary in its manifest."""
+
+    stage: str
+    folder: Path
+    summary: Mapping[str, Any]
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a stage folder, or None where there is none."""
     path = folder / MANIFEST

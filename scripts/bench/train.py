@@ -25,7 +25,7 @@ from medusa_train.decode.generation import clock
 from medusa_train.model.backbone import choose_dtype
 from medusa_train.model.heads import HeadsShape, MedusaHeads
 from medusa_train.train.engine import TorchEngine
-from medusa_train.train.objectives import Medusa1Objective
+from medusa_train.train.medusa1 import Medusa1Objective
 
 NUM_HEADS = 5
 HEAD_WEIGHT = 0.8
@@ -167,7 +167,12 @@ def _batch(case: Case, num_heads: int, positions: int) -> HeadBatch:
     hidden = hidden.to(device=case.backbone.device, dtype=case.backbone.dtype)
     targets = targets.to(case.backbone.device)
     return HeadBatch(
-        hidden=hidden, targets=targets, states=hidden, teachers=torch.zeros_like(targets)
+        hidden=hidden,
+        targets=targets,
+        wanted=torch.ones_like(targets, dtype=torch.bool),
+        spans=[(0, positions)],
+        states=hidden,
+        teachers=torch.zeros_like(targets),
     )
 
 

@@ -43,7 +43,7 @@ def prompts(smollm2):
 
 @pytest.fixture(scope="module")
 def continued(smollm2, prompts):
-    """What `transformers.generate` answers, and goes on to say."""
+    """What `transformers.generate` says, ends or not."""
     answers = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -52,7 +52,7 @@ def continued(smollm2, prompts):
             attention_mask=torch.ones_like(ids),
             max_new_tokens=LENGTH + BEYOND,
             do_sample=False,
-            eos_token_id=sorted(smollm2.end_ids),
+            eos_token_id=None,
             pad_token_id=smollm2.tokenizer.pad_token_id,
         )
         answers.append(found[0, len(prompt) :].tolist())
@@ -60,8 +60,13 @@ def continued(smollm2, prompts):
 
 
 @pytest.fixture(scope="module")
-def truth(continued):
-    return [answer[:LENGTH] for answer in continued]
+def truth(smollm2, continued):
+    """The answers up to their first end."""
+    answers = []
+    for said in continued:
+        ends = [place + 1 for place, token in enumerate(said) if token in smollm2.end_ids]
+        answers.append(said[: min([LENGTH, *ends])])
+    return answers
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +74,7 @@ def oracles(smollm2, prompts, continued):
     """For each prompt, heads that hold the true tokens at mixed ranks, and those ranks."""
     pairs = []
     for seed, (prompt, answer) in enumerate(zip(prompts, continued, strict=True)):
-        text = prompt + answer + [0] * (LENGTH + BEYOND - len(answer))
+        text = prompt + answer
         ranks = mixed_ranks(len(text), seed=seed)
         pairs.append((OracleHeads(smollm2, text, ranks), ranks))
     return pairs

@@ -18,7 +18,8 @@ from medusa_train.errors import Interrupted, TrainingError
 from medusa_train.parallel import current_world, leave
 from medusa_train.track.manifest import Stage
 from medusa_train.train import loop
-from medusa_train.train.run import train_draft, train_medusa1
+from medusa_train.train.draft import train_draft
+from medusa_train.train.medusa1 import train_medusa1
 
 TRAIN = {"medusa1": train_medusa1, "draft": train_draft}
 

@@ -7,14 +7,15 @@ from training_case import MemorySink, make_backbone, make_config, make_fit, make
 
 from medusa_train.data.hidden_states import online_source
 from medusa_train.train.engine import TorchEngine
-from medusa_train.train.objectives import Medusa1Objective
+from medusa_train.train.medusa1 import Medusa1Objective
 from medusa_train.train.run import make_teacher
 
 
 def transcription(backbone, heads, rows, head_weight, *, soft=False):
     """sum_k w^k / N_k * sum over rows and t of CE(head_k(h[t]), y[t + k + 2]), one at a time.
 
-    With `soft` the target is what the backbone itself says at t + k + 1, over the heads' ids.
+    With `soft` it is the divergence from what the backbone itself says at t + k + 1, over the
+    heads' ids and none that the tokenizer lacks.
     """
     head_ids = torch.arange(320) if heads.token_map is None else heads.token_map
     total = torch.zeros((), dtype=torch.float32)
@@ -34,8 +35,12 @@ def transcription(backbone, heads, rows, head_weight, *, soft=False):
                     else:
                         logits = heads[k].lm_head @ z
                     place = torch.tensor(head_ids.tolist().index(row.ids[t + k + 2]))
-                    said = (backbone.lm_head.weight @ hidden[t + k + 1])[head_ids].softmax(0)
-                    terms.append(F.cross_entropy(logits, said if soft else place))
+                    said = backbone.lm_head.weight @ hidden[t + k + 1]
+                    if heads.token_map is None:
+                        said[259:] = float("-inf")
+                    said = said[head_ids].softmax(0)
+                    entropy = torch.special.entr(said).sum() if soft else 0.0
+                    terms.append(F.cross_entropy(logits, said if soft else place) - entropy)
         total = total + head_weight**k * torch.stack(terms).sum() / len(terms)
     return total
 
@@ -55,14 +60,14 @@ def test_value_and_gradient_are_those_of_the_formula(lm_head, soft):
 
     objective = Medusa1Objective(
         heads,
-        online_source(backbone),
+        online_source(backbone.hidden_states, backbone.device),
         shared_lm_head=backbone.lm_head.weight if lm_head == "shared" else None,
         head_weight=0.7,
         compute_dtype=torch.float32,
-        teacher=make_teacher(backbone, heads, torch.float32) if soft else None,
+        teacher=make_teacher(backbone, heads.token_map, torch.float32) if soft else None,
     )
     counts = objective.target_counts(rows).tolist()
-    scales = [w / n for w, n in zip(objective.weights, counts, strict=True)]
+    scales = [w / n for w, n in zip(objective.weights(0), counts, strict=True)]
     engine = TorchEngine(objective, make_config().medusa1.optim)
     sums = [engine.accumulate(objective.batch([row]), scales) for row in rows]
     found = (torch.stack(sums).sum(0) * torch.tensor(scales)).sum()

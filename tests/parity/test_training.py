@@ -21,7 +21,8 @@ from training_case import (
 from medusa_train.errors import Interrupted
 from medusa_train.model.draft import load_draft
 from medusa_train.track.manifest import Stage
-from medusa_train.train.run import train_draft, train_medusa1
+from medusa_train.train.draft import train_draft
+from medusa_train.train.medusa1 import train_medusa1
 
 
 def test_four_micro_batches_of_one_are_one_of_four(tmp_path):

@@ -57,7 +57,7 @@ def test_a_head_batch_holds_the_positions_that_teach_and_their_states():
     heads = make_heads(backbone, num_heads=2)
     rows = [make_row([10, 11, 12, 13, 14], [0, 0, 1, 1, 1]), make_row([20, 21, 22], [0, 1, 1])]
 
-    batch = head_batch(rows, online_source(backbone), heads)
+    batch = head_batch(rows, online_source(backbone.hidden_states, backbone.device), heads)
 
     assert batch.targets.tolist() == [[12, 13, 14, 22], [13, 14, IGNORE, IGNORE]]
     first, second = (
@@ -73,7 +73,7 @@ def test_targets_are_ids_of_a_reduced_vocabulary_where_it_has_them():
     heads = make_heads(backbone, num_heads=2, lm_head="reduced", token_map=torch.tensor([12, 14]))
     row = make_row([10, 11, 12, 13, 14], [0, 0, 1, 1, 1])
 
-    batch = head_batch([row], online_source(backbone), heads)
+    batch = head_batch([row], online_source(backbone.hidden_states, backbone.device), heads)
 
     assert batch.targets.tolist() == [[0, IGNORE, 1], [IGNORE, 1, IGNORE]]
 
@@ -82,7 +82,7 @@ def test_an_answer_too_short_for_any_head_teaches_nothing():
     backbone = make_backbone()
     row = make_row([10, 11], [0, 1])
 
-    batch = head_batch([row], online_source(backbone), make_heads(backbone))
+    batch = head_batch([row], online_source(backbone.hidden_states, backbone.device), make_heads(backbone))
 
     assert batch.hidden.shape == (0, 16)
     assert batch.targets.shape == (3, 0)

@@ -27,7 +27,7 @@ def backbone():
 def stored(tmp_path, backbone):
     """Rows with the states of a forward, one marked so that it is known where states come from."""
     rows = make_rows(5)
-    states = online_source(backbone)(rows)
+    states = online_source(backbone.hidden_states, backbone.device)(rows)
     states[0] = states[0] + 1
     write_part(part_path(tmp_path, 0), rows, states)
     return read_split(tmp_path)
@@ -35,7 +35,7 @@ def stored(tmp_path, backbone):
 
 def test_states_do_not_depend_on_the_other_rows_of_a_batch(backbone):
     rows = make_rows(6)
-    source = online_source(backbone)
+    source = online_source(backbone.hidden_states, backbone.device)
 
     for row, together in zip(rows, source(rows), strict=True):
         [alone] = source([row])
@@ -44,7 +44,7 @@ def test_states_do_not_depend_on_the_other_rows_of_a_batch(backbone):
 
 
 def test_stored_states_are_those_of_a_forward(backbone, stored):
-    fresh = online_source(backbone)(stored)
+    fresh = online_source(backbone.hidden_states, backbone.device)(stored)
     kept = cached_source(CPU)(stored)
 
     assert torch.equal(kept[0], fresh[0] + 1)
@@ -63,30 +63,54 @@ def test_stored_states_are_those_of_a_forward(backbone, stored):
     ],
 )
 def test_where_states_come_from(backbone, stored, mode, num_heads, from_disk):
-    source = choose_source(mode, stored, backbone, num_heads=num_heads)
+    source = choose_source(
+            mode, stored,
+            backbone.hidden_states,
+            num_heads=num_heads,
+            device=backbone.device,
+            stage="medusa1",
+        )
 
-    fresh = online_source(backbone)(stored[:1])[0]
+    fresh = online_source(backbone.hidden_states, backbone.device)(stored[:1])[0]
     torch.testing.assert_close(source(stored[:1])[0], fresh + 1 if from_disk else fresh)
 
 
 def test_auto_without_stored_states_runs_the_backbone(backbone):
     rows = make_rows(2)
 
-    source = choose_source("auto", rows, backbone, num_heads=3)
+    source = choose_source(
+            "auto", rows,
+            backbone.hidden_states,
+            num_heads=3,
+            device=backbone.device,
+            stage="medusa1",
+        )
 
-    assert torch.equal(source(rows)[1], online_source(backbone)(rows)[1])
+    assert torch.equal(source(rows)[1], online_source(backbone.hidden_states, backbone.device)(rows)[1])
 
 
 def test_cached_states_that_cannot_be_had_are_refused_with_the_reason(backbone, stored):
     with pytest.raises(
         ConfigError, match=f"num_heads={LEAD}, but they serve up to {LEAD - 1} heads"
     ):
-        choose_source("cached", stored, backbone, num_heads=LEAD)
+        choose_source(
+            "cached", stored,
+            backbone.hidden_states,
+            num_heads=LEAD,
+            device=backbone.device,
+            stage="medusa1",
+        )
     some = [*stored, replace(stored[0], part=None)]
     with pytest.raises(
         ConfigError, match=r"some rows have none: use medusa1\.hidden_states=online"
     ):
-        choose_source("cached", some, backbone, num_heads=3)
+        choose_source(
+            "cached", some,
+            backbone.hidden_states,
+            num_heads=3,
+            device=backbone.device,
+            stage="medusa1",
+        )
 
 
 def test_padding_is_known_by_position_and_not_by_id():

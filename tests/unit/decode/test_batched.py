@@ -70,7 +70,7 @@ def test_hidden_states_equal_those_of_a_forward_without_a_cache(family, prompts,
     backbone = make_family(family)
     ends = early_ends(backbone, prompts)[0] if early else set()
     found = answer_batch(backbone, prompts, max_new_tokens=LENGTH, end_ids=ends, lead=LEAD - 1)
-    source = online_source(backbone)
+    source = online_source(backbone.hidden_states, backbone.device)
     for prompt, answer in zip(prompts, found, strict=True):
         row = Row(
             id="",

@@ -99,7 +99,7 @@ def test_kept_hidden_states_are_those_of_a_forward(made, backbone):
     rows = read_split(made[0] / "train")
 
     kept = cached_source(torch.device("cpu"))(rows)
-    fresh = online_source(backbone)(rows)
+    fresh = online_source(backbone.hidden_states, backbone.device)(rows)
 
     for a, b in zip(kept, fresh, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

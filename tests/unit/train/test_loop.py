@@ -1,13 +1,32 @@
 import os
+import re
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from training_case import MemorySink, make_config, make_fit, make_rows
+from training_case import MemorySink, largest_difference, make_config, make_fit, make_rows
 
+from medusa_train.data.batch import step_rows
 from medusa_train.errors import ConfigError, Interrupted, TrainingError
+from medusa_train.parallel import World
+from medusa_train.train import loop
 from medusa_train.train.loop import total_steps
+from medusa_train.train.objective import ParameterGroup
+
+
+TRAIN = {
+    "train/loss",
+    "train/lr",
+    "train/lr/heads",
+    "train/grad_norm",
+    "perf/tokens_per_s",
+    "perf/memory_gb",
+    "data/supervised_share",
+    "data/empty_batches",
+    "data/epoch",
+}
 
 
 def test_what_is_logged_and_when(tmp_path):
@@ -20,10 +39,13 @@ def test_what_is_logged_and_when(tmp_path):
     train = next(metrics for _, metrics in sink.lines if "train/loss" in metrics)
     weighted = sum(0.8**k * train[f"train/head{k}/loss"] for k in range(3))
     assert train["train/loss"] == pytest.approx(weighted)
-    assert {"train/lr", "train/grad_norm", "perf/tokens_per_s", "data/epoch"} <= train.keys()
+    assert train.keys() - {"train/grad_norm/heads"} == TRAIN | {
+        f"train/head{k}/loss" for k in range(3)
+    }
     evaluated = sink.lines[0][1]
     names = {f"eval/head{k}/{name}" for k in range(3) for name in ("top1", "top5", "loss")}
-    assert names | {"eval/loss"} == evaluated.keys()
+    assert names | {"eval/loss", "eval/tokens_per_step"} == evaluated.keys()
+    assert 1 <= evaluated["eval/tokens_per_step"] <= 4
     assert state.step == 4
     assert state.tokens == 2 * sum(sum(row.mask[1:]) for row in make_rows(8))
     assert state.held_out["top1"] == [sink.lines[-1][1][f"eval/head{k}/top1"] for k in range(3)]
@@ -51,6 +73,131 @@ def test_the_rate_follows_warm_up_and_schedule(tmp_path):
     make_fit(tmp_path, sink=sink, warmup_ratio=0.5, schedule="linear", lr=0.5).run()
     rates = [metrics["train/lr"] for _, metrics in sink.lines if "train/lr" in metrics]
     assert rates == [0.25, 0.5, 0.5, 0.25]
+
+
+def test_each_group_has_the_rate_that_is_logged_for_it(tmp_path):
+    sink = MemorySink([])
+    fit = make_fit(tmp_path, sink=sink, schedule="constant", warmup_ratio=0.0, lr=0.5)
+    heads = list(fit.objective.parameters())
+    fit.objective.groups = lambda: [
+        ParameterGroup(name="slow", parameters=heads[:1]),
+        ParameterGroup(name="fast", parameters=heads[1:], lr_factor=4.0),
+    ]
+    fit.run()
+    logged = next(metrics for _, metrics in sink.lines if "train/loss" in metrics)
+    assert (logged["train/lr"], logged["train/lr/slow"], logged["train/lr/fast"]) == (0.5, 0.5, 2.0)
+
+
+def test_the_share_of_supervised_tokens_and_the_memory(tmp_path):
+    sink = MemorySink([])
+    make_fit(tmp_path, sink=sink, log_every=2, max_steps=2).run()
+    rows = make_rows(8)  # both steps together read all of them
+    own, every = sum(sum(row.mask[1:]) for row in rows), sum(len(row.ids) for row in rows)
+    logged = sink.lines[1][1]
+    assert logged["data/supervised_share"] == pytest.approx(own / every)
+    assert 0.01 < logged["perf/memory_gb"] < 1000
+
+
+def test_batches_without_targets_are_counted_and_change_nothing(tmp_path):
+    rows = make_rows(8)
+    silent = [replace(row, mask=[False] * len(row.ids)) for row in rows]
+    sink = MemorySink([])
+    fit = make_fit(tmp_path / "all", rows=silent, sink=sink, weight_decay=0.1)
+    before = fit.engine.trained_state()
+    state = fit.run()
+    assert largest_difference(fit.engine.trained_state(), before) == 0
+    assert state.empty_batches == 8
+    assert sink.lines[-2][1]["data/empty_batches"] == 8
+    assert sink.lines[-2][1]["train/loss"] == 0
+
+    longest = sorted(rows, key=lambda row: -len(row.ids))[:4]
+    some = [row if row not in longest else replace(row, mask=[False] * len(row.ids)) for row in rows]
+    fit = make_fit(tmp_path / "some", rows=some, batch_size=8, epochs=1)
+    assert fit.run().empty_batches == 2
+    assert all(bool(torch.isfinite(t).all()) for t in fit.engine.trained_state().values())
+
+
+def test_rows_of_a_step_lie_together_by_length_whoever_shares_them(tmp_path):
+    fit = make_fit(tmp_path, rows=make_rows(16), batch_size=8)
+    chosen = {f"row{i}" for i in step_rows(0, num_rows=16, batch_size=8, seed=0)}
+    alone = fit._micro_batches()
+    lengths = [len(row.ids) for micro in alone for row in micro]
+    assert lengths == sorted(lengths, reverse=True)
+    assert {row.id for micro in alone for row in micro} == chosen
+    shares = []
+    for rank in range(2):
+        fit.world = World(rank=rank, size=2)
+        shares.append(fit._micro_batches())
+    assert [micro for pair in zip(*shares, strict=True) for micro in pair] == alone
+
+
+def test_random_numbers_follow_from_the_place_in_the_run(tmp_path):
+    def drawn(fit) -> list[float]:
+        numbers, batch = [], fit.objective.batch
+
+        def noting(rows):
+            if fit.state.step != 3 or rows[0] in fit.rows:
+                numbers.append(float(torch.rand(())))
+            return batch(rows)
+
+        fit.objective.batch = noting
+        fit.run()
+        return numbers
+
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    whole = drawn(make_fit(tmp_path / "a", eval_every=100))
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(8)
+    cut = make_fit(tmp_path / "b", eval_every=100)
+    signal_at(cut, 1, signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        cut.run()
+    resumed = drawn(make_fit(tmp_path / "b", eval_every=100))
+    trained = [n for n in whole if n in resumed]
+    assert len(set(whole)) == len(whole)
+    assert trained[:4] == resumed[:4]
+
+
+def saves(fit) -> list[tuple[int, bool]]:
+    """Step and `best` of each checkpoint; filled while it runs."""
+    found, save = [], fit.checkpoints.save
+
+    def noting(engine, state, *, best):
+        found.append((state.step, best))
+        save(engine, state, best=best)
+
+    fit.checkpoints = SimpleNamespace(save=noting)
+    return found
+
+
+def test_what_beats_all_before_it_is_saved_as_the_best(tmp_path):
+    fit = make_fit(tmp_path, epochs=3, eval_every=1, save_every=100)
+    scores = iter([1.5, 1.2, 1.6, 1.6, 1.9, 1.1, 1.4])
+    fit.objective.score = lambda measured: next(scores)
+    found = saves(fit)
+    state = fit.run()
+    assert found == [(2, True), (4, True), (6, False)]
+    assert (state.best_step, state.best_score) == (4, 1.9)
+
+
+@pytest.mark.parametrize(("minutes", "steps"), [(0.5, [2, 4]), (None, [4]), (1e9, [4])])
+def test_a_checkpoint_so_many_minutes_after_the_last(tmp_path, monkeypatch, minutes, steps):
+    clock = iter(range(0, 10_000, 20))  # seconds; each look takes as long
+    fit = make_fit(tmp_path, save_every=100, eval_every=100, save_minutes=minutes)
+    fit.objective.score = lambda measured: 0.0
+    monkeypatch.setattr(loop.time, "monotonic", lambda: next(clock))
+    fit._saved_at = 0.0
+    found = saves(fit)
+    fit.run()
+    assert [step for step, _ in found] == steps
+
+
+def test_the_progress_line_says_loss_and_score(tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        state = make_fit(tmp_path).run()
+    score = state.held_out["tokens_per_step"][0]
+    assert re.search(rf"test 4/4, .*, loss \d+\.\d+, tokens per step {score:.3f}", caplog.text)
 
 
 def test_number_of_steps():
@@ -98,6 +245,18 @@ def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_rows(tmp_
     before = make_fit(tmp_path).engine.trained_state()
     after = fit.engine.trained_state()
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_gradient_that_is_not_finite_names_all_rows_of_the_step(tmp_path):
+    fit = make_fit(tmp_path)
+    rows = [row.id for micro in fit._micro_batches() for row in micro]
+
+    def refuse():
+        raise TrainingError("the norm of the gradient is inf")
+
+    fit.engine.step = refuse
+    with pytest.raises(TrainingError, match=f"All rows of the step: {', '.join(rows)}"):
+        fit.run()
 
 
 def test_a_held_out_loss_that_is_not_finite_stops_before_anything_is_saved(tmp_path):

@@ -17,7 +17,8 @@ from medusa_train.model.draft import load_draft
 from medusa_train.model.tiny import tiny_llama
 from medusa_train.model.weights import load_heads
 from medusa_train.train import run
-from medusa_train.train.run import train_draft, train_medusa1
+from medusa_train.train.draft import train_draft
+from medusa_train.train.medusa1 import train_medusa1
 
 
 @pytest.fixture

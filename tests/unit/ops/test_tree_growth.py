@@ -8,8 +8,8 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from medusa_train.evaluate.accuracy import MISSED
-from medusa_train.evaluate.tree_search import PRIOR_POSITIONS, count_paths, grow, simulate
+from medusa_train.ops.metrics import MISSED
+from medusa_train.ops.tree_growth import PRIOR_POSITIONS, count_paths, grow, simulate
 from medusa_train.ops.loss import IGNORE
 from medusa_train.ops.tree import build_tree
 

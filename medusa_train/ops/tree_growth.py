@@ -1,4 +1,4 @@
-"""Choosing the tree: grown from joint acceptance counts, sized by measured step latency.
+"""Growing a tree from joint acceptance counts, and what a tree is worth.
 
 Heads are not independent: where head 0 is right, head 1 is right more often. So a path's worth is
 counted as a whole on held-out answers, and only blended with the product of the heads' own
@@ -15,11 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medusa_train.evaluate.accuracy import MISSED
 from medusa_train.ops.loss import IGNORE
+from medusa_train.ops.metrics import MISSED
 from medusa_train.ops.tree import Path
 
 PRIOR_POSITIONS = 10.0  # the product of accuracies counts as so many positions
+
+# Of the tree by which heads are compared while they train
+PREDICTED_NODES = 16
+PREDICTED_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +93,37 @@ def simulate(ranks: Sequence[Tensor], paths: Sequence[Path]) -> float:
     Returns:
         Mean tokens per step, the certain one included; 1.0 without any position.
     """
+    tokens, steps = _tokens_and_steps(ranks, paths)
+    return tokens / steps if steps else 1.0
+
+
+def predict(ranks: Sequence[Tensor]) -> float:
+    """Tokens per step to expect of a good tree of `PREDICTED_NODES` nodes, from held-out answers.
+
+    One number to compare heads by while they train. The tree of each half of the rows is grown on
+    the other half, so that no tree is judged by the positions that chose it.
+
+    Args:
+        ranks: of each row, [K, P].
+    """
+    tokens = steps = 0
+    halves = ranks[::2], ranks[1::2]
+    for judged, grown_on in (halves, halves[::-1]) if halves[1] else ((ranks, ranks),):
+        paths = grow(count_paths(grown_on, max_rank=PREDICTED_RANKS), PREDICTED_NODES)
+        found = _tokens_and_steps(judged, paths)
+        tokens, steps = tokens + found[0], steps + found[1]
+    return tokens / steps if steps else 1.0
+
+
+def _tokens_and_steps(ranks: Sequence[Tensor], paths: Sequence[Path]) -> tuple[int, int]:
+    """Of decoding all answers with a tree."""
     tree, tokens, steps = set(paths), 0, 0
     longest = max(len(path) for path in paths)
     for row in ranks:
         for accepted in _accepted(row.T.tolist(), tree, longest):
             tokens += accepted + 1
             steps += 1
-    return tokens / steps if steps else 1.0
+    return tokens, steps
 
 
 def _accepted(positions: list[list[int]], tree: set[Path], longest: int) -> Iterator[int]:

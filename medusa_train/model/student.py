@@ -1,0 +1,169 @@
+"""The backbone as Medusa-2 trains it: with a LoRA (through peft), or a whole copy of it.
+
+Legend: B rows, T tokens, V vocabulary, D hidden size.
+"""
+
+import copy
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from medusa_train.config.training import LoraSettings
+from medusa_train.errors import ConfigError
+from medusa_train.model.backbone import Backbone, quiet_transformers
+from medusa_train.model.lm_head import LmHead, LoraLmHead
+from medusa_train.track.manifest import replace_folder
+
+_ADAPTER = "default"  # peft's name of the only one
+
+
+class Student(nn.Module):
+    """A decoder that ends with the final norm, and its LM head; what is trained has a gradient.
+
+    With a LoRA the frozen weights are the backbone's own, not a copy.
+    """
+
+    def __init__(self, backbone: Backbone, lora: LoraSettings | None, *, seed: int) -> None:
+        """Make the backbone trainable.
+
+        Args:
+            backbone: frozen; with a LoRA its modules are wrapped in place.
+            lora: None trains a float32 copy of every weight.
+            seed: of the LoRA's random half.
+
+        Raises:
+            ConfigError: if the model cannot be trained so.
+        """
+        super().__init__()
+        if getattr(backbone.config, "final_logit_softcapping", None) is not None:
+            raise ConfigError(
+                f"{backbone.name} caps its logits (final_logit_softcapping), which medusa2 does "
+                "not train; leave medusa2 out of stages"
+            )
+        self.dtype, self.device = backbone.dtype, backbone.device
+        self._peft: tuple[PeftModel, ...] = ()  # in a tuple: its modules are registered below
+        if lora is None:
+            model: Any = copy.deepcopy(backbone.model).float().requires_grad_(True)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                self._peft = (_with_lora(backbone, lora),)
+            model = self._peft[0].get_base_model()
+        self._model = (model,)
+        self.decoder = model.get_decoder()
+        head = model.get_output_embeddings()
+        if isinstance(head, BaseTunerLayer):
+            self.lm_head: LmHead | LoraLmHead = LoraLmHead(head, _ADAPTER)
+        else:
+            self.lm_head = LmHead(head.weight.shape[1], head.weight.shape[0])
+            self.lm_head.weight = head.weight  # where tied, still the embeddings' own
+
+    def hidden_states(self, ids: Tensor, attend: Tensor) -> Tensor:
+        """Final-norm hidden states of right-padded rows, [B, T] -> [B, T, D].
+
+        In training mode, for dropout and checkpointing, only where a gradient is wanted.
+        """
+        self.train(torch.is_grad_enabled())
+        attention_mask = None if bool(attend.all()) else attend
+        return self.decoder(
+            input_ids=ids, attention_mask=attention_mask, use_cache=False
+        ).last_hidden_state
+
+    def original_states(self, ids: Tensor, attend: Tensor, *, dtype: torch.dtype) -> Tensor:
+        """Final-norm hidden states with the LoRA off: those of the original model.
+
+        Args:
+            ids, attend: as in `hidden_states`.
+            dtype: of the matrix products.
+        """
+        with (
+            self._peft[0].disable_adapter(),
+            torch.autocast(ids.device.type, dtype=dtype, enabled=dtype != torch.float32),
+        ):
+            return self.hidden_states(ids, attend)
+
+    def checkpoint_gradients(self) -> None:
+        """Keep only each layer's input for backward and compute the rest again.
+
+        Not the re-entrant kind, which gives a frozen layer's followers no gradient.
+        """
+        self._model[0].gradient_checkpointing_enable({"use_reentrant": False})
+
+    def save_adapter(self, folder: Path) -> None:
+        """The LoRA as peft writes and reads it."""
+        (wrapped,) = self._peft
+        wrapped.save_pretrained(str(folder), selected_adapters=[_ADAPTER])
+
+    @torch.no_grad()
+    def merged_state(self) -> dict[str, Tensor]:
+        """Weights of the whole model with the LoRA added in, by the names of the plain model.
+
+        Each sum is made in float32 and rounded once to the dtype of the backbone.
+        """
+        (model,) = self._model
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+        state = {}
+        for name, tensor in model.state_dict().items():
+            owner = next((n for n in layers if name.startswith(f"{n}.")), None)
+            if owner is None:
+                state[name] = tensor.to(self.dtype)
+            elif name == f"{owner}.base_layer.weight":
+                layer: Any = layers[owner]
+                changed = tensor.float() + layer.get_delta_weight(_ADAPTER).float()
+                state[f"{owner}.weight"] = changed.to(self.dtype)
+            elif name.startswith(f"{owner}.base_layer."):
+                state[name.replace(".base_layer.", ".")] = tensor.to(self.dtype)
+        return state
+
+    def save_merged(self, folder: Path, tokenizer: Any) -> None:
+        """An ordinary model folder with the LoRA added in; it appears whole.
+
+        Where a LoRA has changed the LM head of a model with tied embeddings, the saved model has
+        an LM head of its own.
+        """
+        (model,) = self._model
+        config = copy.deepcopy(model.config)
+        if isinstance(self.lm_head, LoraLmHead):
+            config.tie_word_embeddings = False
+        part = folder.with_name(folder.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        with quiet_transformers():
+            with torch.device("meta"):
+                plain = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
+            plain.load_state_dict(self.merged_state(), assign=True)
+            plain.generation_config = model.generation_config
+            plain.save_pretrained(part)
+            tokenizer.save_pretrained(part)
+        replace_folder(part, folder)
+
+
+def _with_lora(backbone: Backbone, lora: LoraSettings) -> PeftModel:
+    """The backbone wrapped by peft, its LoRA in float32 on every linear layer."""
+    model: Any = backbone.model
+    decoder = model.get_decoder()
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+    }
+    head = model.get_output_embeddings()
+    if lora.lm_head:
+        linear |= {name for name, module in model.named_modules() if module is head}
+    settings = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=sorted(linear),
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied embeddings, which `save_merged` unties
+        return get_peft_model(model, settings, adapter_name=_ADAPTER)

@@ -1,0 +1,200 @@
+from contextlib import nullcontext
+
+import pytest
+import torch
+from medusa2_case import disturb, make_objective, make_settings
+from training_case import (
+    ALONE,
+    make_backbone,
+    make_config,
+    make_heads,
+    make_rows,
+    make_stage,
+    write_rows,
+)
+
+from medusa_train.config.load import load
+from medusa_train.errors import ConfigError
+from medusa_train.model.backbone import load_backbone
+from medusa_train.model.student import Student
+from medusa_train.model.weights import load_heads
+from medusa_train.track.manifest import Trained
+from medusa_train.train.engine import TorchEngine
+from medusa_train.train.medusa1 import train_medusa1
+from medusa_train.train.medusa2 import train_medusa2
+
+CPU = torch.device("cpu")
+
+
+def gather(module):
+    return nullcontext()
+
+
+def logits_of(model, rows):
+    return [model(input_ids=torch.tensor([row.ids])).logits[0].detach() for row in rows]
+
+
+def test_before_any_update_it_is_the_original_model():
+    objective, rows = make_objective(), make_rows(5)
+    measured = objective.measure(objective.batch(rows), gather)
+    kl, count = measured.others["kl"]
+    assert abs(kl) < 1e-4 * count
+    fresh = make_backbone()
+    for row, ranks in zip(rows, measured.ranks, strict=True):
+        assert ranks.shape[1] == len(row.ids) - 1 - row.answer_start
+    hits = sum(
+        int(logits[t].argmax()) == row.ids[t + 1]
+        for row, logits in zip(rows, logits_of(fresh.model, rows), strict=True)
+        for t in range(row.answer_start - 1, len(row.ids) - 1)
+    )
+    assert measured.others["agreement"] == (hits, count)
+
+
+def test_the_loss_of_self_distillation_starts_at_zero():
+    objective, rows = make_objective(), make_rows(4)
+    losses = objective(objective.batch(rows))
+    assert abs(losses[0].item()) < 1e-3
+    assert (losses[1:] > 1).all()
+
+
+def test_the_teacher_does_not_move_while_the_student_does():
+    backbone, rows = make_backbone(), make_rows(4)
+    expected = logits_of(backbone.model, rows)
+    objective = make_objective(backbone)
+    engine = TorchEngine(objective, make_config().medusa2.optim)
+    names = {n for n, p in objective.named_parameters() if p.requires_grad}
+    scales = [w / 100 for w in objective.weights(1)]
+    for _ in range(20):
+        engine.accumulate(objective.batch(rows), scales)
+        engine.step()
+    assert {n for n, p in objective.named_parameters() if p.requires_grad} == names
+    wrapped = objective.student._peft[0]
+    moved = logits_of(wrapped, rows)
+    assert max((a - b).abs().max() for a, b in zip(moved, expected, strict=True)) > 1e-2
+    with wrapped.disable_adapter():
+        again = logits_of(wrapped, rows)
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+
+
+@pytest.mark.parametrize("changes", [{}, {"backbone": "full"}])
+def test_checkpointing_changes_no_gradient(changes):
+    rows, found = make_rows(3), []
+    for checkpointing in (False, True):
+        objective = make_objective(gradient_checkpointing=checkpointing, **changes)
+        disturb(objective)
+        engine = TorchEngine(objective, make_config().medusa2.optim)
+        engine.accumulate(objective.batch(rows), list(objective.weights(1)))
+        found.append([p.grad.clone() for p in objective.parameters() if p.requires_grad])
+    assert sum(g.abs().sum() for g in found[0]) > 0
+    for plain, checked in zip(*found, strict=True):
+        torch.testing.assert_close(plain, checked, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("backbone_kind", ["lora", "full"])
+def test_the_merged_model_says_what_the_student_says(tmp_path, tied, backbone_kind):
+    rows, backbone = make_rows(3), make_backbone(tie_word_embeddings=tied)
+    objective = make_objective(backbone, backbone=backbone_kind)
+    disturb(objective)
+    student = objective.student
+    expected = logits_of((student._peft or student._model)[0], rows)
+    student.save_merged(tmp_path / "model", backbone.tokenizer)
+    config = load("model=hub", f"model.name={tmp_path / 'model'}", "model.dtype=float32")
+    merged = load_backbone(config.model)
+    for a, b in zip(logits_of(merged.model, rows), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+    assert (merged.lm_head.weight is merged.model.get_input_embeddings().weight) == (
+        tied and backbone_kind == "full"
+    )
+
+
+def test_the_adapter_folder_is_what_peft_reads(tmp_path):
+    from peft import PeftModel
+
+    rows, objective = make_rows(3), make_objective()
+    disturb(objective)
+    expected = logits_of(objective.student._peft[0], rows)
+    objective.student.save_adapter(tmp_path)
+    again = PeftModel.from_pretrained(make_backbone().model, str(tmp_path))
+    for a, b in zip(logits_of(again, rows), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_every_linear_layer_has_a_lora_and_the_lm_head_if_asked():
+    for lm_head in (True, False):
+        lora = make_settings().lora
+        lora = type(lora)(rank=2, alpha=4.0, dropout=0.0, lm_head=lm_head)
+        student = Student(make_backbone(), lora, seed=0)
+        trained = {n.split(".lora_")[0] for n, p in student.named_parameters() if p.requires_grad}
+        assert len(trained) == 2 * 7 + lm_head
+        assert any(name.startswith("lm_head") for name in trained) == lm_head
+
+
+def test_a_capped_model_is_refused_by_name():
+    backbone = make_backbone()
+    backbone.config.final_logit_softcapping = 30.0
+    with pytest.raises(ConfigError, match=r"tiny caps its logits.*leave medusa2 out"):
+        Student(backbone, None, seed=0)
+
+
+def medusa1_then_2(tmp_path, *overrides):
+    config = make_config("heads.lm_head=reduced", "heads.vocab_size=200", *overrides)
+    rows, backbone = write_rows(tmp_path / "distill"), make_backbone()
+    first = train_medusa1(config, make_stage(tmp_path), rows, backbone, ALONE)
+    start = Trained(stage="medusa1", folder=tmp_path / "medusa1/heads", summary=first)
+    stage = make_stage(tmp_path, "medusa2")
+    return first, train_medusa2(config, stage, rows, start, make_backbone(), ALONE)
+
+
+def test_it_goes_on_from_medusa1_and_leaves_a_backbone_its_heads_fit(tmp_path):
+    first, second = medusa1_then_2(tmp_path)
+    before = first["loss"]
+    after = [float(x) for x in _first_line(tmp_path / "medusa2/metrics.jsonl")]
+    assert after == pytest.approx(before, rel=1e-5)
+    assert second["tokens_before"] == first["tokens"]
+    assert second["backbone"]["kl"] > 0
+    assert second["backbone"]["perplexity"] != second["backbone"]["perplexity_before"]
+    config = load(
+        "model=hub", f"model.name={tmp_path / 'medusa2/model'}", "model.dtype=float32"
+    )
+    merged = load_backbone(config.model)
+    heads = load_heads(
+        tmp_path / "medusa2/heads", dtype=torch.float32, device=CPU, backbone=merged
+    )
+    assert len(heads) == 3
+    assert (tmp_path / "medusa2/adapter/adapter_model.safetensors").exists()
+
+
+def _first_line(path):
+    import json
+
+    line = json.loads(path.read_text().splitlines()[0])
+    return [line[f"eval/head{k}/loss"] for k in range(3)]
+
+
+def test_other_heads_than_configured_are_refused_by_name(tmp_path):
+    config = make_config()
+    rows, backbone = write_rows(tmp_path / "distill"), make_backbone()
+    train_medusa1(config, make_stage(tmp_path), rows, backbone, ALONE)
+    start = Trained(stage="medusa1", folder=tmp_path / "medusa1/heads", summary={"tokens": 1})
+    other = make_config("heads.num_heads=2")
+    with pytest.raises(ConfigError, match=r"num_heads=3, but heads\.num_heads=2"):
+        train_medusa2(other, make_stage(tmp_path, "medusa2"), rows, start, backbone, ALONE)
+
+
+def test_in_one_stage_from_fresh_heads(tmp_path):
+    config = make_config("medusa2.start=fresh", "medusa2.heads_ramp=sine")
+    rows = write_rows(tmp_path / "distill")
+    stage = make_stage(tmp_path, "medusa2")
+    summary = train_medusa2(config, stage, rows, None, make_backbone(), ALONE)
+    assert summary["tokens_before"] == 0
+    assert summary["loss"][1] < _first_line(stage.folder / "metrics.jsonl")[0]
+
+
+def test_heads_learn_faster_than_the_backbone():
+    backbone = make_backbone()
+    objective = make_objective(backbone, heads=make_heads(backbone), heads_lr_factor=4.0)
+    factors = {group.name: group.lr_factor for group in objective.groups()}
+    assert factors == {"backbone": 1.0, "heads": 4.0}
+    grouped = {id(p) for group in objective.groups() for p in group.parameters}
+    assert grouped == {id(p) for p in objective.parameters() if p.requires_grad}
