@@ -60,8 +60,8 @@ class Row:
 
     @property
     def answer_start(self) -> int:
-        """Position of the first token of the model's own."""
-        return self.mask.index(True)
+        """Position of the first token of the model's own; T if there is none."""
+        return self.mask.index(True) if True in self.mask else len(self.mask)
 
     @property
     def states_start(self) -> int:

@@ -1,16 +1,15 @@
 """The training loop. It knows steps, rows and metrics; who runs the optimiser is the engine's.
 
-The place in the data is the step number, and nothing random happens between steps, so a run that
-was stopped and resumed ends with the same weights as one that was not.
+The place in the data is the step number, and all that is random in a step follows from it, so a
+run that was stopped and resumed ends with the same weights as one that was not.
 
-Legend: K heads.
+Legend: L losses.
 """
 
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,27 +21,21 @@ from medusa_train.data.rows import Row
 from medusa_train.errors import Interrupted, TrainingError
 from medusa_train.ops.schedule import lr_factor
 from medusa_train.parallel import World
-from medusa_train.track.progress import Meter, progress
+from medusa_train.track.progress import progress
 from medusa_train.track.sinks import Sink
 from medusa_train.train.checkpoint import Checkpoints, TrainState
 from medusa_train.train.engine import Engine
-from medusa_train.train.objectives import COUNT, LOSS, TOP1, TOP5, Objective
+from medusa_train.train.held_out import figures, measure, metrics
+from medusa_train.train.objective import Objective
+from medusa_train.train.randomness import own_randomness, seed_from
+from medusa_train.train.signals import stop_signals
+from medusa_train.train.window import Window, empty_window, peak_memory_gb, reset_peak_memory
 
 
 def total_steps(optim: OptimConfig, num_rows: int) -> int:
     """Updates of the whole run: `epochs`, cut short by `max_steps`."""
     steps = optim.epochs * steps_per_epoch(num_rows, optim.batch_size)
     return steps if optim.max_steps is None else min(steps, optim.max_steps)
-
-
-@dataclass(kw_only=True)
-class _Window:
-    """What happened since the last log, on this process."""
-
-    sums: Tensor  # of losses, [K], float64
-    counts: Tensor  # of targets, over all processes, [K]
-    tokens: int = 0  # over all processes
-    seconds: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -61,6 +54,16 @@ class Fit:
     sink: Sink
     checkpoints: Checkpoints
     state: TrainState = field(default_factory=TrainState)
+    _saved: int = field(init=False)  # step of the last checkpoint
+    _saved_at: float = field(init=False)  # by this process's clock, in seconds
+
+    def __post_init__(self) -> None:
+        self._saved, self._saved_at = self.state.step, time.monotonic()
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole run."""
+        return total_steps(self.optim, len(self.rows))
 
     def run(self) -> TrainState:
         """Train; log, evaluate and save at their intervals, and all three at the end.
@@ -70,71 +73,111 @@ class Fit:
                 and the last checkpoint is whole.
             Interrupted: after SIGTERM or SIGINT on any process, once a checkpoint is written.
         """
-        total = total_steps(self.optim, len(self.rows))
-        window = self._window()
-        with _signals() as received, self._progress(total) as meter:
+        window, done = empty_window(self.objective.names, self.device), self.state.step
+        reset_peak_memory(self.device)
+        with (
+            stop_signals() as received,
+            own_randomness(self.device),
+            progress(self.label, self.total, is_main=self.world.is_main, done=done) as meter,
+        ):
             if self.state.step == 0:
                 self._evaluate()
-            saved = self.state.step
-            while self.state.step < total:
-                norm, lr = self._step(window, total, received, saved)
-                step = self.state.step
-                last = step == total
+            while self.state.step < self.total:
+                overdue = self._step(window, received)
+                step, last = self.state.step, self.state.step == self.total
                 if last or step % self.optim.log_every == 0:
-                    self._log(window, norm, lr)
-                    window = self._window()
-                if last or step % self.optim.eval_every == 0:
-                    self._evaluate()
-                if last or step % self.optim.save_every == 0:
-                    self.checkpoints.save(self.engine, self.state)
-                    saved = step
-                meter.advance(note=f"loss {self._weighted(self.state.losses):.3f}")
-            self._stop_if_told(self._share([0], received)[-1], saved)
+                    self._log(window)
+                    window = empty_window(self.objective.names, self.device)
+                best = (last or step % self.optim.eval_every == 0) and self._evaluate()
+                if best or last or overdue or step % self.optim.save_every == 0:
+                    self._save(best=best)
+                meter.advance(note=self._note())
+            self._stop_if_told(self._share([], received)[-1])
         return self.state
 
-    def _step(
-        self, window: _Window, total: int, received: list[int], saved: int
-    ) -> tuple[float, float]:
-        """One update; gradient norm and learning rate."""
+    def _step(self, window: Window, received: list[int]) -> bool:
+        """One update; whether a checkpoint is due by the clock."""
         begun = time.perf_counter()
         micros = self._micro_batches()
+        found = [self.objective.target_counts(rows) for rows in micros]
         mine = [row for micro in micros for row in micro]
-        counts = self.objective.target_counts(mine).tolist()
-        # Counts are shared before the first backward, and with them whether anyone must stop
-        *counts, tokens, told = self._share([*counts, sum(_tokens(row) for row in mine)], received)
-        self._stop_if_told(told, saved)
-        warmup = round(self.optim.warmup_ratio * total)
-        factor = lr_factor(
-            self.state.step, total=total, warmup=warmup, schedule=self.optim.schedule
+        tallies = (
+            sum(_own_tokens(row) for row in mine),
+            sum(len(row.ids) for row in mine),
+            sum(not bool(count.any()) for count in found),
+            int(self._is_overdue()),
         )
-        self.engine.set_lr(self.optim.lr * factor)
-        scales = [w / max(n, 1) for w, n in zip(self.objective.weights, counts, strict=True)]
-        sums = [self.engine.accumulate(self.objective.batch(rows), scales) for rows in micros]
-        try:
-            norm = self.engine.step()
-        except TrainingError as error:
-            raise TrainingError(self._where(str(error), sums, micros)) from error
-        window.sums += torch.stack(sums).double().sum(dim=0)
+        # Shared before the first backward, and with them whether all must save or stop
+        *counts, own, tokens, empty, overdue, told = self._share(
+            [*torch.stack(found).sum(dim=0).tolist(), *tallies], received
+        )
+        self._stop_if_told(told)
+        window.lr = self._set_lr()
+        if any(counts):  # else momentum alone would move weights that nothing was said of
+            sums, window.norms = self._update(micros, counts)
+            window.sums += sums
         window.counts += torch.tensor(counts)
-        window.tokens += tokens
+        window.own_tokens += own
+        window.all_tokens += tokens
         spent = time.perf_counter() - begun
         window.seconds += spent
         self.state.seconds += spent
-        self.state.tokens += tokens
+        self.state.tokens += own
+        self.state.empty_batches += empty
         self.state.step += 1
-        return norm, self.optim.lr * factor
+        return overdue > 0
+
+    def _update(
+        self, micros: list[list[Row]], counts: list[int]
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Gradients of this process's micro-batches, then the step; its losses [L] and norms."""
+        weights = self.objective.weights(self.state.step / self.total)
+        scales = [w / max(n, 1) for w, n in zip(weights, counts, strict=True)]
+        sums = []
+        places = range(self.world.rank, len(micros) * self.world.size, self.world.size)
+        for place, rows in zip(places, micros, strict=True):
+            # The same numbers for the same rows, however many processes share them
+            seed_from([self.seed, self.state.step, place], self.device)
+            sums.append(self.engine.accumulate(self.objective.batch(rows), scales))
+        try:
+            norms = self.engine.step()
+        except TrainingError as error:
+            raise TrainingError(self._where(str(error), sums, micros)) from error
+        return torch.stack(sums).double().sum(dim=0), norms
 
     def _micro_batches(self) -> list[list[Row]]:
-        """This process's rows of the step; the step's rows do not depend on how many share it."""
+        """This process's share; which rows lie together does not depend on how many share them.
+
+        Rows of like length do, which saves padding. The longest come first, so that what does not
+        fit into memory shows at once.
+        """
         chosen = step_rows(
             self.state.step,
             num_rows=len(self.rows),
             batch_size=self.optim.batch_size,
             seed=self.seed,
         )
-        mine = [self.rows[i] for i in chosen[self.world.rank :: self.world.size]]
+        rows = sorted((self.rows[i] for i in chosen), key=lambda row: -len(row.ids))
         size = self.optim.micro_batch_size
-        return [mine[start : start + size] for start in range(0, len(mine), size)]
+        micros = [rows[start : start + size] for start in range(0, len(rows), size)]
+        return micros[self.world.rank :: self.world.size]
+
+    def _set_lr(self) -> float:
+        factor = lr_factor(
+            self.state.step,
+            total=self.total,
+            warmup=round(self.optim.warmup_ratio * self.total),
+            schedule=self.optim.schedule,
+        )
+        self.engine.set_lr(self.optim.lr * factor)
+        return self.optim.lr * factor
+
+    def _is_overdue(self) -> bool:
+        """Whether it is time to save, by the first process's clock: clocks differ."""
+        minutes = self.optim.save_minutes
+        if minutes is None or not self.world.is_main:
+            return False
+        return time.monotonic() - self._saved_at >= 60 * minutes
 
     def _share(self, numbers: list[int], received: list[int]) -> list[int]:
         """Sums over all processes, followed by the highest number of a signal any received."""
@@ -143,11 +186,15 @@ class Fit:
         shared = self.world.sum(torch.tensor([*numbers, *told], device=self.device)).tolist()
         return [*shared[: len(numbers)], max(shared[len(numbers) :])]
 
-    def _stop_if_told(self, told: int, saved: int) -> None:
+    def _save(self, *, best: bool = False) -> None:
+        self.checkpoints.save(self.engine, self.state, best=best)
+        self._saved, self._saved_at = self.state.step, time.monotonic()
+
+    def _stop_if_told(self, told: int) -> None:
         if not told:
             return
-        if self.state.step > saved or self.state.step == 0:
-            self.checkpoints.save(self.engine, self.state)
+        if self.state.step > self._saved or self.state.step == 0:
+            self._save()
         name = signal.Signals(told).name
         raise Interrupted(
             f"stopped by {name} after step {self.state.step}; a checkpoint is written and the "
@@ -155,21 +202,27 @@ class Fit:
             signal_number=told,
         )
 
-    def _log(self, window: _Window, norm: float, lr: float) -> None:
-        sums = self.world.sum(window.sums).cpu()
-        self.state.losses = (sums / window.counts.clamp(min=1)).tolist()
-        metrics = {
+    def _log(self, window: Window) -> None:
+        self.state.losses = window.losses(self.world)
+        losses = zip(self.objective.names, self.state.losses, strict=True)
+        rates = {f"lr/{g.name}": window.lr * g.lr_factor for g in self.objective.groups()}
+        logged = {
             "train/loss": self._weighted(self.state.losses),
-            **{f"train/head{k}/loss": loss for k, loss in enumerate(self.state.losses)},
-            "train/lr": lr,
-            "train/grad_norm": norm,
-            "perf/tokens_per_s": window.tokens / max(window.seconds, 1e-9),
+            **{f"train/{name}/loss": loss for name, loss in losses},
+            "train/lr": window.lr,
+            **{f"train/{name}": rate for name, rate in rates.items()},
+            **window.metrics(),
+            "perf/memory_gb": max(self.world.gather(peak_memory_gb(self.device))),
+            "data/empty_batches": self.state.empty_batches,
             "data/epoch": self.state.step / steps_per_epoch(len(self.rows), self.optim.batch_size),
         }
-        self.sink.log(metrics, self.state.step)
+        self.sink.log(logged, self.state.step)
 
-    def _evaluate(self) -> None:
-        """Losses and hits on the held-out rows, shared among the processes."""
+    def _evaluate(self) -> bool:
+        """Measure the held-out rows; whether the score is the best so far.
+
+        The one before any update is what others must beat, and is never saved: it took no work.
+        """
         measured = measure(
             self.objective,
             self.engine,
@@ -177,87 +230,51 @@ class Fit:
             micro_batch_size=self.optim.micro_batch_size,
             world=self.world,
         )
-        counts = measured[COUNT].clamp(min=1)
-        found = {
-            name: (measured[row] / counts).tolist()
-            for name, row in (("loss", LOSS), ("top1", TOP1), ("top5", TOP5))
-        }
-        self.state.held_out = found
-        metrics = {"eval/loss": self._weighted(found["loss"])}
-        for name, values in found.items():
-            metrics.update({f"eval/head{k}/{name}": value for k, value in enumerate(values)})
-        self.sink.log(metrics, self.state.step)
-        if not math.isfinite(metrics["eval/loss"]):
+        state, score = self.state, self.objective.score(measured)
+        state.held_out = figures(self.objective, measured, score)
+        if state.step == 0:
+            state.first_held_out = state.held_out
+        loss = self._weighted(measured.means)
+        self.sink.log({"eval/loss": loss, **metrics(self.objective, state.held_out)}, state.step)
+        if not math.isfinite(loss):
             raise TrainingError(
-                f"step {self.state.step}: the loss on the held-out rows is not finite. Lower "
+                f"step {state.step}: the loss on the held-out rows is not finite. Lower "
                 "optim.lr, or use optim.compute_dtype=float32"
             )
+        is_best = score > state.best_score
+        if is_best:
+            state.best_step, state.best_score = state.step, score
+        return is_best
 
     def _weighted(self, losses: Sequence[float]) -> float:
         """The value that is optimised: NaN before the first log."""
         if not losses:
             return math.nan
-        return sum(w * loss for w, loss in zip(self.objective.weights, losses, strict=True))
+        weights = self.objective.weights(self.state.step / self.total)
+        return sum(w * loss for w, loss in zip(weights, losses, strict=True))
 
-    def _window(self) -> _Window:
-        heads = len(self.objective.weights)
-        return _Window(
-            sums=torch.zeros(heads, dtype=torch.float64, device=self.device),
-            counts=torch.zeros(heads, dtype=torch.long),
-        )
-
-    @contextmanager
-    def _progress(self, total: int) -> Iterator[Meter]:
-        with progress(self.label, total, is_main=self.world.is_main, done=self.state.step) as meter:
-            yield meter
+    def _note(self) -> str:
+        """What is shown beside the bar: the last logged loss and the last held-out score."""
+        name = self.objective.score_name
+        score = self.state.held_out[name][0]
+        return f"loss {self._weighted(self.state.losses):.3f}, {name.replace('_', ' ')} {score:.3f}"
 
     def _where(self, fault: str, sums: list[Tensor], micros: list[list[Row]]) -> str:
-        """The fault with its step, and with the rows that caused it where they are ours."""
+        """The fault with its step and rows; every process says the same, whosever they are."""
         bad = [m for m, s in zip(micros, sums, strict=True) if not bool(torch.isfinite(s).all())]
-        rows = ", ".join(row.id for micro in bad[:1] for row in micro) or "of this step"
+        names = self._names(bad)
+        rows = f"Rows: {names}" if names else f"All rows of the step: {self._names(micros)}"
         return (
-            f"step {self.state.step}: {fault}. Rows: {rows}. Lower optim.lr, or use "
+            f"step {self.state.step}: {fault}. {rows}. Lower optim.lr, or use "
             "optim.compute_dtype=float32; the same command goes on from the last checkpoint"
         )
 
-
-def measure(
-    objective: Objective,
-    engine: Engine,
-    rows: Sequence[Row],
-    *,
-    micro_batch_size: int,
-    world: World,
-) -> Tensor:
-    """`Objective.measure` summed over all rows and processes, [4, K], on the CPU."""
-    mine = rows[world.rank :: world.size]
-    largest_share = -(-len(rows) // world.size)
-    total = None
-    # Weights may be sharded: every process makes as many calls, the spare ones without effect
-    for start in range(0, largest_share, micro_batch_size):
-        batch = mine[start : start + micro_batch_size]
-        found = objective.measure(objective.batch(batch or rows[:1]), engine.gathered)
-        found = found if batch else torch.zeros_like(found)
-        total = found if total is None else total + found
-    assert total is not None
-    return world.sum(total).cpu()
+    def _names(self, micros: list[list[Row]]) -> str:
+        """Ids of the rows of some micro-batches of all processes."""
+        shares = self.world.gather([row.id for micro in micros for row in micro])
+        return ", ".join(name for share in shares for name in share)
 
 
-def _tokens(row: Row) -> int:
+def _own_tokens(row: Row) -> int:
     """Tokens of the model's own that a base LM head would be trained on."""
     return sum(row.mask[1:])
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT instead of dying of them: saving needs all processes."""
-    received: list[int] = []
-    kinds = (signal.SIGTERM, signal.SIGINT)
-    before = {
-        kind: signal.signal(kind, lambda number, _: received.append(number)) for kind in kinds
-    }
-    try:
-        yield received
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)

@@ -124,7 +124,9 @@ class Medusa1Objective(Objective):
         def logits(head: MedusaHead, hidden: Tensor) -> Tensor:
             return head.logits(hidden, shared=shared)
 
-        return measure_heads(self.heads, batch.hidden, batch, logits, dtype=self._dtype, gather=gather)
+        return measure_heads(
+            self.heads, batch.hidden, batch, logits, dtype=self._dtype, gather=gather
+        )
 
 
 def head_target_counts(rows: Sequence[Row], heads: MedusaHeads) -> Tensor:

@@ -1,6 +1,8 @@
+import contextlib
 import os
 import re
 import signal
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +16,6 @@ from medusa_train.parallel import World
 from medusa_train.train import loop
 from medusa_train.train.loop import total_steps
 from medusa_train.train.objective import ParameterGroup
-
 
 TRAIN = {
     "train/loss",
@@ -110,9 +111,13 @@ def test_batches_without_targets_are_counted_and_change_nothing(tmp_path):
     assert sink.lines[-2][1]["data/empty_batches"] == 8
     assert sink.lines[-2][1]["train/loss"] == 0
 
-    longest = sorted(rows, key=lambda row: -len(row.ids))[:4]
-    some = [row if row not in longest else replace(row, mask=[False] * len(row.ids)) for row in rows]
-    fit = make_fit(tmp_path / "some", rows=some, batch_size=8, epochs=1)
+
+def test_a_batch_without_targets_beside_others_is_counted_too(tmp_path):
+    fit = make_fit(tmp_path, batch_size=8, epochs=1)
+    mute = {row.id for micro in fit._micro_batches()[:2] for row in micro}
+    fit.rows = [
+        replace(row, mask=[False] * len(row.ids)) if row.id in mute else row for row in fit.rows
+    ]
     assert fit.run().empty_batches == 2
     assert all(bool(torch.isfinite(t).all()) for t in fit.engine.trained_state().values())
 
@@ -133,30 +138,28 @@ def test_rows_of_a_step_lie_together_by_length_whoever_shares_them(tmp_path):
 
 def test_random_numbers_follow_from_the_place_in_the_run(tmp_path):
     def drawn(fit) -> list[float]:
-        numbers, batch = [], fit.objective.batch
+        """A number for each micro-batch that is trained on."""
+        numbers, accumulate = [], fit.engine.accumulate
 
-        def noting(rows):
-            if fit.state.step != 3 or rows[0] in fit.rows:
-                numbers.append(float(torch.rand(())))
-            return batch(rows)
+        def drawing(batch, scales):
+            numbers.append(float(torch.rand(())))
+            return accumulate(batch, scales)
 
-        fit.objective.batch = noting
-        fit.run()
+        fit.engine.accumulate = drawing
+        before = torch.get_rng_state()
+        with contextlib.suppress(Interrupted):
+            fit.run()
+        assert torch.equal(torch.get_rng_state(), before)
         return numbers
 
-    torch.manual_seed(7)
-    state = torch.get_rng_state()
-    whole = drawn(make_fit(tmp_path / "a", eval_every=100))
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(8)
-    cut = make_fit(tmp_path / "b", eval_every=100)
+    whole = drawn(make_fit(tmp_path / "a"))
+    cut = make_fit(tmp_path / "b")
     signal_at(cut, 1, signal.SIGTERM)
-    with pytest.raises(Interrupted):
-        cut.run()
-    resumed = drawn(make_fit(tmp_path / "b", eval_every=100))
-    trained = [n for n in whole if n in resumed]
-    assert len(set(whole)) == len(whole)
-    assert trained[:4] == resumed[:4]
+    first = drawn(cut)
+    torch.manual_seed(8)
+    rest = drawn(make_fit(tmp_path / "b"))
+    assert len(set(whole)) == 8
+    assert first + rest == whole
 
 
 def saves(fit) -> list[tuple[int, bool]]:
@@ -181,12 +184,13 @@ def test_what_beats_all_before_it_is_saved_as_the_best(tmp_path):
     assert (state.best_step, state.best_score) == (4, 1.9)
 
 
-@pytest.mark.parametrize(("minutes", "steps"), [(0.5, [2, 4]), (None, [4]), (1e9, [4])])
+@pytest.mark.parametrize(("minutes", "steps"), [(0.5, [2, 4, 6]), (None, [6]), (1e9, [6])])
 def test_a_checkpoint_so_many_minutes_after_the_last(tmp_path, monkeypatch, minutes, steps):
-    clock = iter(range(0, 10_000, 20))  # seconds; each look takes as long
-    fit = make_fit(tmp_path, save_every=100, eval_every=100, save_minutes=minutes)
+    clock = iter(range(20, 1000, 20))  # seconds: as if so many went by between two looks at it
+    fit = make_fit(tmp_path, save_every=100, eval_every=100, epochs=3, save_minutes=minutes)
     fit.objective.score = lambda measured: 0.0
-    monkeypatch.setattr(loop.time, "monotonic", lambda: next(clock))
+    fake = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=time.perf_counter)
+    monkeypatch.setattr(loop, "time", fake)
     fit._saved_at = 0.0
     found = saves(fit)
     fit.run()
