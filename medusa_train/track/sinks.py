@@ -5,6 +5,7 @@ Metrics are plain numbers by name. Every call names its step; steps never go bac
 
 import json
 import math
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,18 @@ class Sink(Protocol):
         ...
 
     def attach(self, files: Sequence[Path]) -> None:
-        """Take files that belong to the result: plots, reports, weights."""
+        """Take files that people look at: plots and reports."""
+        ...
+
+    def artifact(self, name: str, kind: str, folder: Path, pattern: str = "*") -> None:
+        """Take what other runs can build on: the files of a folder, which change no more.
+
+        Args:
+            name: what it is, unique in the stage, such as `heads`.
+            kind: `model` or `dataset`.
+            folder: where it lies; files keep their place in it.
+            pattern: which of its files; `**` goes into subfolders.
+        """
         ...
 
     def close(self) -> None:
@@ -45,6 +57,9 @@ class NullSink:
 
     def attach(self, files: Sequence[Path]) -> None:
         """Forget them too."""
+
+    def artifact(self, name: str, kind: str, folder: Path, pattern: str = "*") -> None:
+        """And these."""
 
     def close(self) -> None:
         """Nothing to close."""
@@ -82,6 +97,9 @@ class JsonlSink:
 
     def attach(self, files: Sequence[Path]) -> None:
         """They lie on disk already."""
+
+    def artifact(self, name: str, kind: str, folder: Path, pattern: str = "*") -> None:
+        """It lies there too."""
 
     def close(self) -> None:
         """Close the file."""
@@ -137,9 +155,21 @@ class WandbSink:
         """Show pictures among the charts, and keep all files as one artifact of the run."""
         pictures = {f.stem: self._wandb.Image(str(f)) for f in files if f.suffix == ".png"}
         self._run.log(pictures)
-        artifact = self._wandb.Artifact(f"{self._run.id}-{self._run.job_type}", self._run.job_type)
-        for file in files:
-            artifact.add_file(str(file))
+        self._log_artifact("report", "report", {file.name: file for file in files})
+
+    def artifact(self, name: str, kind: str, folder: Path, pattern: str = "*") -> None:
+        """Send them; a version that W&B has already costs nothing."""
+        found = sorted(path for path in folder.glob(pattern) if path.is_file())
+        files = {path.relative_to(folder).as_posix(): path for path in found}
+        self._log_artifact(name, kind, files)
+
+    def _log_artifact(self, name: str, kind: str, files: Mapping[str, Path]) -> None:
+        """Named by run and stage, so that later runs of that name make further versions of it."""
+        allowed = re.sub(r"[^\w.-]", "-", f"{self._run.name}-{name}")
+        artifact = self._wandb.Artifact(allowed, kind)
+        for place, file in files.items():
+            # Immutable: else W&B copies every file before it reads it
+            artifact.add_file(str(file), name=place, policy="immutable")
         self._run.log_artifact(artifact)
 
     def close(self) -> None:
@@ -165,6 +195,11 @@ class FanOut:
         """Pass them on."""
         for sink in self._sinks:
             sink.attach(files)
+
+    def artifact(self, name: str, kind: str, folder: Path, pattern: str = "*") -> None:
+        """Pass it on."""
+        for sink in self._sinks:
+            sink.artifact(name, kind, folder, pattern)
 
     def close(self) -> None:
         """Close all, then raise the first fault if there was one."""
