@@ -210,14 +210,19 @@ def mixed_ranks(length: int, *, seed: int = 1) -> Tensor:
     return drawn.view(length, DEPTH)
 
 
-def expected_acceptances(tree: Tree, ranks: Tensor, *, prompt: int, length: int) -> list[int]:
-    """Drafts accepted in each step by the ranks alone, for an answer of `length` tokens."""
+def expected_acceptances(
+    tree: Tree, ranks: Tensor, *, prompt: int, length: int, stopped: bool = False
+) -> list[int]:
+    """Drafts accepted in each step by the ranks alone, for an answer of `length` tokens.
+
+    What is accepted behind an end id, by which the answer has `stopped`, does not count.
+    """
     paths, accepted, emitted = set(tree.paths), [], 1
     while emitted < length:
         place = prompt + emitted - 2  # the state that the newest token was predicted from
         path: Path = ()
         while len(path) < DEPTH and (*path, int(ranks[place, len(path)])) in paths:
             path = (*path, int(ranks[place, len(path)]))
-        accepted.append(len(path))
+        accepted.append(min(len(path), length - emitted - 1) if stopped else len(path))
         emitted += len(path) + 1
     return accepted

@@ -22,23 +22,32 @@ def make_settings(**changes: object) -> Medusa2Config:
 
 
 def make_objective(
-    backbone: Backbone | None = None,
+    model: Backbone | None = None,
     *,
     heads: MedusaHeads | None = None,
     dtype: torch.dtype = torch.float32,
     **changes: object,
 ) -> Medusa2Objective:
     """Untrained heads and a LoRA that changes nothing yet."""
-    backbone, settings = backbone or make_backbone(), make_settings(**changes)
+    backbone, settings = model or make_backbone(), make_settings(**changes)
     heads = heads or make_heads(backbone)
     teacher = make_teacher(backbone, None, dtype)
+    heads_teacher = make_teacher(backbone, heads.token_map, dtype)
     lora = settings.lora if settings.backbone == "lora" else None
     student = Student(backbone, lora, seed=0)
     forward = (
         backbone.hidden_states if lora is None else partial(student.original_states, dtype=dtype)
     )
     source = online_source(forward, CPU)
-    return Medusa2Objective(student, heads, source, teacher, settings, compute_dtype=dtype)
+    return Medusa2Objective(
+        student,
+        heads,
+        source,
+        teacher,
+        settings,
+        compute_dtype=dtype,
+        heads_teacher=heads_teacher if settings.soft_targets else None,
+    )
 
 
 def disturb(module: torch.nn.Module, *, seed: int = 0, by: float = 0.1) -> None:

@@ -39,7 +39,8 @@ class JointBatch:
     targets: Tensor  # of the heads, in their vocabulary, or IGNORE, [K, P]
     wanted: Tensor  # where there is a target, in the heads' vocabulary or not, [K, P]
     spans: list[tuple[int, int]]  # among P, the positions of each row that decoding starts from
-    teacher_states: Tensor | None  # of the original model at the positions, [P, D]
+    states: Tensor  # of the original model at all positions of the rows, [Q, D]
+    teachers: Tensor  # which of `states` each target was computed from, base first, [1 + K, P]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,30 +84,26 @@ def head_batch(rows: Sequence[Row], source: HiddenSource, heads: MedusaHeads) ->
 
 
 def joint_batch(
-    rows: Sequence[Row], heads: MedusaHeads, device: torch.device, source: HiddenSource | None
+    rows: Sequence[Row], source: HiddenSource, heads: MedusaHeads, device: torch.device
 ) -> JointBatch:
     """Whole rows with the targets of the base LM head and of the heads.
 
-    Args:
-        rows: of the micro-batch.
-        heads: they belong to.
-        device: of the batch.
-        source: hidden states of the original model, where its distributions are learnt.
+    `source` gives the hidden states of the original model.
     """
     ids, attend = padded(rows, device)
-    states = None if source is None else source(rows)
-    places, targets, taught, spans = [], [], [], []
-    taken = 0
-    for b, row in enumerate(rows):
+    sources, places, targets, teachers, spans = source(rows), [], [], [], []
+    ahead = torch.arange(len(heads) + 1).unsqueeze(1)
+    before = taken = 0
+    for b, (row, states) in enumerate(zip(rows, sources, strict=True)):
         target, place = _taught(row, row_targets(row, len(heads) + 1, first=1))
         places.append(b * ids.shape[1] + row.states_start + place)
         targets.append(target)
+        teachers.append(torch.where(target != IGNORE, before + place + ahead, 0))
         spans.append(_decoding_span(row, place, target[1], taken))
-        if states is not None:
-            taught.append(states[b][place.to(states[b].device)])
+        before += len(states)
         taken += len(place)
-    base, *ahead = torch.cat(targets, dim=1).to(device)
-    joined = torch.stack(ahead)
+    base, *others = torch.cat(targets, dim=1).to(device)
+    joined = torch.stack(others)
     return JointBatch(
         ids=ids,
         attend=attend,
@@ -115,7 +112,8 @@ def joint_batch(
         targets=heads.to_head_ids(joined),
         wanted=joined != IGNORE,
         spans=spans,
-        teacher_states=None if states is None else torch.cat(taught),
+        states=torch.cat(sources),
+        teachers=torch.cat(teachers, dim=1).to(device),
     )
 
 

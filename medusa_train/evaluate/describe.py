@@ -1,6 +1,5 @@
 """What was compared, in words and sizes: architectures, parameters, bytes."""
 
-
 from torch import nn
 
 from medusa_train.config.schema import Config

@@ -41,9 +41,7 @@ class DraftModel(nn.Module):
 
     token_map: Tensor | None
 
-    def __init__(
-        self, decoder: PreTrainedModel, lm_head: LmHead, token_map: Tensor | None
-    ) -> None:
+    def __init__(self, decoder: PreTrainedModel, lm_head: LmHead, token_map: Tensor | None) -> None:
         """Put the parts together; `token_map` holds ascending target ids, [V]."""
         super().__init__()
         self.decoder = decoder

@@ -100,7 +100,10 @@ class Student(nn.Module):
     def save_adapter(self, folder: Path) -> None:
         """The LoRA as peft writes and reads it."""
         (wrapped,) = self._peft
-        wrapped.save_pretrained(str(folder), selected_adapters=[_ADAPTER])
+        # The LM head's LoRA makes peft think of the embeddings, which have not changed
+        wrapped.save_pretrained(
+            str(folder), selected_adapters=[_ADAPTER], save_embedding_layers=False
+        )
 
     @torch.no_grad()
     def merged_state(self) -> dict[str, Tensor]:

@@ -61,6 +61,7 @@ class Medusa2Objective(Objective):
         settings: Medusa2Config,
         *,
         compute_dtype: torch.dtype,
+        heads_teacher: Teacher | None = None,
     ) -> None:
         """Take the two that are trained.
 
@@ -71,10 +72,13 @@ class Medusa2Objective(Objective):
             teacher: its logits over the whole vocabulary, [p, D] -> [p, V].
             settings: of the stage.
             compute_dtype: dtype of the matrix products.
+            heads_teacher: as `teacher`, over the heads' vocabulary, if they are to learn whole
+                distributions; None for the ids.
         """
         super().__init__()
         self.student, self.heads = student, heads
-        self._source, self._teacher, self._settings = source, teacher, settings
+        self._source, self._settings = source, settings
+        self._teacher, self._heads_teacher = teacher, heads_teacher
         self._dtype = compute_dtype
         self._near = settings.keep_near > 0
         near = ("near",) if self._near else ()
@@ -110,7 +114,7 @@ class Medusa2Objective(Objective):
 
     def batch(self, rows: Sequence[Row]) -> JointBatch:
         """Whole rows, and the original model's hidden states where they are learnt from."""
-        return joint_batch(rows, self.heads, self.student.device, self._source)
+        return joint_batch(rows, self._source, self.heads, self.student.device)
 
     def target_counts(self, rows: Sequence[Row]) -> Tensor:
         """As `Objective.target_counts`."""
@@ -127,20 +131,22 @@ class Medusa2Objective(Objective):
     def losses(self, trunk: Tensor, batch: JointBatch) -> Iterator[Tensor]:
         """As `Objective.losses`: of the base LM head, then of the heads."""
 
-        def original(at: Tensor) -> Tensor:
-            return self._original(batch, at)
-
+        original = partial(_original, self._teacher, batch.states, batch.teachers[0])
         distill = self._settings.base_loss == "self_distill"
         for soft in (original if distill else None, *([original] if self._near else [])):
             yield self.student.lm_head(
                 trunk, batch.base_targets, soft=soft, compute_dtype=self._dtype
             )
-        for head, targets in zip(self.heads, batch.targets, strict=True):
+        for k, (head, targets) in enumerate(zip(self.heads, batch.targets, strict=True)):
+            soft = None
+            if self._heads_teacher is not None:
+                places = batch.teachers[1 + k]
+                soft = partial(_original, self._heads_teacher, batch.states, places)
+            inputs, module = trunk, head
             if head.lm_head is None:
-                features = head.features(trunk, compute_dtype=self._dtype)
-                yield self.student.lm_head(features, targets, compute_dtype=self._dtype)
-            else:
-                yield head(trunk, targets, compute_dtype=self._dtype)
+                inputs = head.features(trunk, compute_dtype=self._dtype)
+                module = self.student.lm_head
+            yield module(inputs, targets, soft=soft, compute_dtype=self._dtype)
 
     @torch.no_grad()
     def measure(self, batch: JointBatch, gather: Gather) -> Measured:
@@ -167,7 +173,7 @@ class Medusa2Objective(Objective):
             kl = lm_head(
                 hidden,
                 targets,
-                soft=lambda at: self._original(batch, at),
+                soft=partial(_original, self._teacher, batch.states, batch.teachers[0]),
                 compute_dtype=self._dtype,
             )
             heads = measure_heads(
@@ -186,9 +192,18 @@ class Medusa2Objective(Objective):
             },
         )
 
-    def _original(self, batch: JointBatch, at: Tensor) -> Tensor:
-        """The original model's distributions at some of the batch's positions, [p] -> [p, V]."""
-        return softmax_slices(self._teacher(batch.teacher_states[at]))
+
+@torch.no_grad()
+def _original(teacher: Teacher, states: Tensor, places: Tensor, at: Tensor) -> Tensor:
+    """The original model's distributions at some of a batch's positions, [p] -> [p, V].
+
+    Args:
+        teacher: logits after hidden states.
+        states: of all positions of the rows, [Q, D].
+        places: among Q, for each of the batch's positions, [P].
+        at: among P, [p].
+    """
+    return softmax_slices(teacher(states[places[at]]))
 
 
 def train_medusa2(
@@ -228,7 +243,11 @@ def train_medusa2(
         _refuse_other_heads(config, heads, start.folder)
         heads.requires_grad_(True)
     dtype = choose_dtype(settings.optim.compute_dtype, device)
+    # Before a LoRA is put onto the LM head
     teacher = make_teacher(backbone, None, dtype)
+    heads_teacher = (
+        make_teacher(backbone, heads.token_map, dtype) if settings.soft_targets else None
+    )
     lora = settings.lora if settings.backbone == "lora" else None
     student = Student(backbone, lora, seed=config.seed)
     source = choose_source(
@@ -239,7 +258,15 @@ def train_medusa2(
         device=device,
         stage="medusa2",
     )
-    objective = Medusa2Objective(student, heads, source, teacher, settings, compute_dtype=dtype)
+    objective = Medusa2Objective(
+        student,
+        heads,
+        source,
+        teacher,
+        settings,
+        compute_dtype=dtype,
+        heads_teacher=heads_teacher,
+    )
     folder, adapter = stage.folder / HEADS_FOLDER, stage.folder / ADAPTER_FOLDER
 
     def save(engine: Engine, _: dict[str, Tensor]) -> dict[str, Path]:

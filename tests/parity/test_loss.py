@@ -15,7 +15,7 @@ def transcription(backbone, heads, rows, head_weight, *, soft=False):
     """sum_k w^k / N_k * sum over rows and t of CE(head_k(h[t]), y[t + k + 2]), one at a time.
 
     With `soft` it is the divergence from what the backbone itself says at t + k + 1, over the
-    heads' ids and none that the tokenizer lacks.
+    heads' ids.
     """
     head_ids = torch.arange(320) if heads.token_map is None else heads.token_map
     total = torch.zeros((), dtype=torch.float32)
@@ -36,8 +36,6 @@ def transcription(backbone, heads, rows, head_weight, *, soft=False):
                         logits = heads[k].lm_head @ z
                     place = torch.tensor(head_ids.tolist().index(row.ids[t + k + 2]))
                     said = backbone.lm_head.weight @ hidden[t + k + 1]
-                    if heads.token_map is None:
-                        said[259:] = float("-inf")
                     said = said[head_ids].softmax(0)
                     entropy = torch.special.entr(said).sum() if soft else 0.0
                     terms.append(F.cross_entropy(logits, said if soft else place) - entropy)

@@ -82,7 +82,9 @@ def test_an_answer_too_short_for_any_head_teaches_nothing():
     backbone = make_backbone()
     row = make_row([10, 11], [0, 1])
 
-    batch = head_batch([row], online_source(backbone.hidden_states, backbone.device), make_heads(backbone))
+    batch = head_batch(
+        [row], online_source(backbone.hidden_states, backbone.device), make_heads(backbone)
+    )
 
     assert batch.hidden.shape == (0, 16)
     assert batch.targets.shape == (3, 0)

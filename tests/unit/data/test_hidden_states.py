@@ -64,12 +64,13 @@ def test_stored_states_are_those_of_a_forward(backbone, stored):
 )
 def test_where_states_come_from(backbone, stored, mode, num_heads, from_disk):
     source = choose_source(
-            mode, stored,
-            backbone.hidden_states,
-            num_heads=num_heads,
-            device=backbone.device,
-            stage="medusa1",
-        )
+        mode,
+        stored,
+        backbone.hidden_states,
+        num_heads=num_heads,
+        device=backbone.device,
+        stage="medusa1",
+    )
 
     fresh = online_source(backbone.hidden_states, backbone.device)(stored[:1])[0]
     torch.testing.assert_close(source(stored[:1])[0], fresh + 1 if from_disk else fresh)
@@ -79,14 +80,17 @@ def test_auto_without_stored_states_runs_the_backbone(backbone):
     rows = make_rows(2)
 
     source = choose_source(
-            "auto", rows,
-            backbone.hidden_states,
-            num_heads=3,
-            device=backbone.device,
-            stage="medusa1",
-        )
+        "auto",
+        rows,
+        backbone.hidden_states,
+        num_heads=3,
+        device=backbone.device,
+        stage="medusa1",
+    )
 
-    assert torch.equal(source(rows)[1], online_source(backbone.hidden_states, backbone.device)(rows)[1])
+    assert torch.equal(
+        source(rows)[1], online_source(backbone.hidden_states, backbone.device)(rows)[1]
+    )
 
 
 def test_cached_states_that_cannot_be_had_are_refused_with_the_reason(backbone, stored):
@@ -94,7 +98,8 @@ def test_cached_states_that_cannot_be_had_are_refused_with_the_reason(backbone, 
         ConfigError, match=f"num_heads={LEAD}, but they serve up to {LEAD - 1} heads"
     ):
         choose_source(
-            "cached", stored,
+            "cached",
+            stored,
             backbone.hidden_states,
             num_heads=LEAD,
             device=backbone.device,
@@ -105,7 +110,8 @@ def test_cached_states_that_cannot_be_had_are_refused_with_the_reason(backbone, 
         ConfigError, match=r"some rows have none: use medusa1\.hidden_states=online"
     ):
         choose_source(
-            "cached", some,
+            "cached",
+            some,
             backbone.hidden_states,
             num_heads=3,
             device=backbone.device,

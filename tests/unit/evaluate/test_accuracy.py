@@ -12,8 +12,8 @@ from training_case import make_backbone, make_heads, make_rows
 from medusa_train.data.batch import row_targets
 from medusa_train.data.hidden_states import online_source
 from medusa_train.evaluate.accuracy import head_accuracy, rank_rows
-from medusa_train.ops.metrics import MISSED
 from medusa_train.ops.loss import IGNORE
+from medusa_train.ops.metrics import MISSED
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,9 @@ def by_hand(row, backbone, heads, guesses):
 def test_ranks_are_those_of_sorted_logits(backbone):
     heads, rows = noisy_heads(backbone), make_rows(11)
 
-    found = rank_rows(rows, online_source(backbone.hidden_states, backbone.device), heads, backbone, guesses=20)
+    found = rank_rows(
+        rows, online_source(backbone.hidden_states, backbone.device), heads, backbone, guesses=20
+    )
 
     assert len(found) == len(rows)
     for row, ranks in zip(rows, found, strict=True):
@@ -63,7 +65,9 @@ def test_heads_over_a_reduced_vocabulary_miss_what_it_lacks(backbone):
     heads = noisy_heads(backbone, lm_head="reduced", token_map=token_map)
     rows = make_rows(4)
 
-    found = rank_rows(rows, online_source(backbone.hidden_states, backbone.device), heads, backbone, guesses=100)
+    found = rank_rows(
+        rows, online_source(backbone.hidden_states, backbone.device), heads, backbone, guesses=100
+    )
 
     for row, ranks in zip(rows, found, strict=True):
         targets = row_targets(row, 3)[:, row.answer_start - 1 : len(row.ids) - 2]
@@ -77,7 +81,11 @@ def test_an_answer_of_one_token_gives_no_position(backbone):
     short = replace(row, ids=[1, 2, 3], mask=[False, False, True])
 
     [ranks] = rank_rows(
-        [short], online_source(backbone.hidden_states, backbone.device), noisy_heads(backbone), backbone, guesses=5
+        [short],
+        online_source(backbone.hidden_states, backbone.device),
+        noisy_heads(backbone),
+        backbone,
+        guesses=5,
     )
 
     assert ranks.shape == (3, 0)

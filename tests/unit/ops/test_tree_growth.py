@@ -8,10 +8,10 @@ from itertools import combinations, product
 import pytest
 import torch
 
-from medusa_train.ops.metrics import MISSED
-from medusa_train.ops.tree_growth import PRIOR_POSITIONS, count_paths, grow, simulate
 from medusa_train.ops.loss import IGNORE
+from medusa_train.ops.metrics import MISSED
 from medusa_train.ops.tree import build_tree
+from medusa_train.ops.tree_growth import PRIOR_POSITIONS, count_paths, grow, simulate
 
 # Two heads over five positions of one answer, and one position of another
 RANKS = [
