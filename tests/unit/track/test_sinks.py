@@ -1,5 +1,6 @@
 import json
 import math
+import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -7,6 +8,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.figure import Figure
 from training_case import MemorySink, make_config
+from wandb_reader import messages, read_offline_runs
 
 from medusa_train.errors import ConfigError
 from medusa_train.track.sinks import (
@@ -173,10 +175,11 @@ def test_two_offline_runs_in_one_process_leave_their_files(tmp_path, monkeypatch
         for step in range(3):
             sink.log({"train/loss": math.nan if step == 1 else step, "train/lr": 0.5}, step)
         sink.close()
-        (log,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-        content = log.read_bytes()
-        assert content.count(b"train/lr") >= 3
-        assert b"lr" in content
+        (run,) = read_offline_runs(folder)
+        assert run.config["lr"] == 0.5
+        assert [run.history[step]["train/lr"] for step in range(3)] == [0.5] * 3
+        assert math.isnan(run.history[1]["train/loss"])
+        assert run.history[2]["train/loss"] == 2
         assert len(lines(folder / METRICS)) == 3
 
 
@@ -190,5 +193,52 @@ def test_files_are_kept_with_an_offline_run(tmp_path, monkeypatch):
     sink.close()
 
     assert list(tmp_path.rglob("media/images/plot*.png"))
-    (log,) = tmp_path.rglob("*.wandb")
-    assert b"report.md" in log.read_bytes()
+    (run,) = read_offline_runs(tmp_path)
+    assert run.artifacts == {"r-evaluate-report": ("report", ["plot.png", "report.md"])}
+
+
+def test_an_artifact_holds_the_files_of_a_folder_that_match(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
+    for place in ("rows/train/part-0.parquet", "rows/train/part-0.hidden", "rows/manifest.json"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text(place)
+    sink = open_sinks(
+        tmp_path, TRACK, is_main=True, run_name="two words", stage="medusa1", settings={}
+    )
+    sink.artifact("rows", "dataset", tmp_path / "rows", "*/part-*.parquet")
+    sink.artifact("all", "model", tmp_path / "rows" / "train")
+    sink.close()
+
+    (run,) = read_offline_runs(tmp_path)
+    assert run.artifacts == {
+        "two-words-medusa1-rows": ("dataset", ["train/part-0.parquet"]),
+        "two-words-medusa1-all": ("model", ["part-0.hidden", "part-0.parquet"]),
+    }
+
+
+def test_an_artifact_stays_on_disk_where_wandb_is_disabled(tmp_path):
+    track = replace(TRACK, mode="disabled")
+    sink = open_sinks(tmp_path, track, is_main=True, run_name="r", stage="s", settings={})
+    sink.artifact("heads", "model", tmp_path)
+    sink.close()
+    assert [p.name for p in tmp_path.iterdir()] == [METRICS]
+
+
+@pytest.mark.parametrize("size", [10, 40_000, 100_000])
+def test_the_reader_joins_the_fragments_of_a_record(size):
+    """A record that is longer than a block, and one that ends where no header fits any more."""
+    fragments, left = [], size
+    log = b":W&B" + bytes(3)
+    while left:
+        room = 32768 - len(log) % 32768
+        if room < 8:
+            log += bytes(room)
+            continue
+        length = min(left, room - 7)
+        left -= length
+        first, last = not fragments, left == 0
+        kind = 1 if first and last else 2 if first else 4 if last else 3
+        fragments.append(length)
+        log += struct.pack("<IHB", 0, length, kind) + b"x" * length
+    assert [len(record) for record in messages(log)] == [size]
+    assert list(messages(log[:-1])) == []
