@@ -24,6 +24,11 @@ NAMES = {
         "loss_memory_k5_over_k1_shared",
         "loss_memory_vs_stacked_shared",
         "train_tokens_per_s_shared",
+        "medusa1_online_vs_stacked",
+        "medusa1_cached_vs_stacked",
+        "medusa1_cached_reduced_vs_stacked",
+        "medusa2_memory_vs_stacked",
+        "medusa2_vs_stacked",
     ],
     "distill": ["distill_tokens_per_s"],
 }
@@ -62,8 +67,8 @@ def test_rows_and_table(name, tmp_path, capsys):
 
 
 def test_loss_memory_is_measured_to_be_flat_in_the_number_of_heads(case):
+    from bench.loss import build_training
     from bench.memory import peak_bytes
-    from bench.train import build_training
 
     five, one = (build_training(case, "own", num_heads=k, positions=512) for k in (5, 1))
     logits = 512 * case.backbone.vocab_size * 4
@@ -74,7 +79,7 @@ def test_loss_memory_is_measured_to_be_flat_in_the_number_of_heads(case):
 
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 def test_stacking_gives_the_same_losses_and_gradients(case, lm_head):
-    from bench.train import build_training
+    from bench.loss import build_training
 
     training = build_training(case, lm_head, num_heads=3, positions=16)
     parameters = list(training.objective.parameters())
@@ -89,13 +94,70 @@ def test_stacking_gives_the_same_losses_and_gradients(case, lm_head):
 
 
 def test_a_peer_that_computes_something_else_is_refused(case):
-    from bench.train import build_training
+    from bench.loss import build_training
 
     training = build_training(case, "own", num_heads=2, positions=16)
     training.check()
     object.__setattr__(training, "stacked", lambda: 2 * training.ours())
     with pytest.raises(RuntimeError, match="expected"):
         training.check()
+
+
+@pytest.fixture
+def stored(case, tmp_path):
+    from bench.steps import stored_rows
+
+    return stored_rows(case, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["cached", "stacked"])
+def test_whole_steps_give_the_same_losses_and_gradients(case, stored, name):
+    from bench.steps import medusa1_sides
+
+    sides = medusa1_sides(case, stored)
+    parameters = list(sides["online"].objective.parameters())
+    losses = sides["online"].accumulate(stored)
+    gradients = [p.grad.clone() for p in parameters]
+    sides["online"].clear()
+    torch.testing.assert_close(sides[name].accumulate(stored), losses)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_whole_steps_of_medusa2_give_the_same_losses_and_gradients(stored):
+    from bench.case import build_case
+    from bench.steps import check, medusa2_sides
+
+    sides = medusa2_sides(build_case(model=None, repeats=5, tiny=True))
+    trained = {n: p for n, p in sides["ours"].objective.named_parameters() if p.requires_grad}
+    for name, parameter in trained.items():  # else the student is the teacher
+        if "lora_B" in name:
+            parameter.data += 0.1 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(len(name))
+            )
+    losses = sides["ours"].accumulate(stored)
+    assert losses.min() > 0.01
+    gradients = {name: parameter.grad.clone() for name, parameter in trained.items()}
+    sides["ours"].clear()
+    torch.testing.assert_close(sides["stacked"].accumulate(stored), losses)
+    for name, parameter in trained.items():
+        assert gradients[name].abs().max() > 0
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+    sides["ours"].clear()
+    check(sides, stored, names=("ours", "stacked"))
+
+
+def test_whole_steps_that_compute_something_else_are_refused(case, stored):
+    from dataclasses import replace
+
+    from bench.steps import check, medusa1_sides
+
+    sides = medusa1_sides(case, stored)
+    wrong = sides["stacked"].stacked
+    sides["stacked"] = replace(sides["stacked"], stacked=lambda *batch: 2 * wrong(*batch))
+    with pytest.raises(RuntimeError, match="losses of stacked"):
+        check(sides, stored, names=("online", "stacked"))
 
 
 def test_both_sides_of_decoding_run_the_models_equally_often(case):
