@@ -8,10 +8,12 @@ from training_case import (
     CPU,
     make_backbone,
     make_config,
+    make_rows,
     make_stage,
     write_rows,
 )
 
+from medusa_train.data.rows import part_path, write_part
 from medusa_train.errors import ConfigError, DataError, TrainingError
 from medusa_train.model.draft import load_draft
 from medusa_train.model.tiny import tiny_llama
@@ -45,7 +47,7 @@ KEYS = {"steps", "tokens", "seconds", "parameters", "bytes", "coverage", "loss",
 def test_heads_are_trained_and_saved(tmp_path, distill, backbone, heads):
     stage = make_stage(tmp_path)
     summary = train_medusa1(make_config(*heads), stage, distill, backbone, ALONE)
-    assert summary.keys() == KEYS
+    assert summary.keys() == KEYS | {"tokens_per_step"}
     json.dumps(summary, allow_nan=False)
     loaded = load_heads(stage.folder / "heads", dtype=torch.float32, device=CPU, backbone=backbone)
     trained = sum(p.numel() for p in loaded.parameters())
@@ -100,6 +102,17 @@ def test_rows_are_needed(tmp_path, backbone):
         train_medusa1(make_config(), make_stage(tmp_path), tmp_path, backbone, ALONE)
 
 
+@pytest.mark.parametrize(("split", "odd"), [("train", 320), ("calibration", -1)])
+def test_ids_that_the_model_does_not_know_are_refused(tmp_path, distill, backbone, split, odd):
+    rows = make_rows(3)
+    rows[1].ids[5] = odd
+    write_part(part_path(distill / split, 1), rows, None)
+    with pytest.raises(
+        DataError, match=rf"row row1 in .*part-00001.*{odd} at token 5, .* 0 to 319"
+    ):
+        train_medusa1(make_config(), make_stage(tmp_path), distill, backbone, ALONE)
+
+
 def test_a_backbone_that_changes_is_noticed(tmp_path, distill, backbone, monkeypatch):
     class Careless(run.Fit):
         def run(self):
@@ -113,7 +126,7 @@ def test_a_backbone_that_changes_is_noticed(tmp_path, distill, backbone, monkeyp
 
 def test_trained_weights_without_a_place_are_refused():
     with pytest.raises(TrainingError, match="not those of the result: bias is on one side"):
-        run._take(torch.nn.Linear(1, 1), {"heads.x": torch.zeros(1)}, prefix="heads.")
+        run.take(torch.nn.Linear(1, 1), {"heads.x": torch.zeros(1)}, prefix="heads.")
 
 
 def test_sinks_are_closed_when_training_fails(tmp_path, distill, backbone, monkeypatch):
