@@ -141,7 +141,7 @@ def make_fit(
     )
     engine = TorchEngine(objective, settings)
     checkpoints = Checkpoints(
-        folder=folder, world=ALONE, engine_name=engine.name, fingerprint="f", keep=2
+        folder=folder, world=ALONE, engine_name=engine.name, settings={}, keep=2
     )
     found = checkpoints.latest()
     if found:

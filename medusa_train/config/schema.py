@@ -9,6 +9,7 @@ from typing import Literal
 
 from medusa_train.config.training import (
     STRICT,
+    DeepSpeedConfig,
     DraftConfig,
     DTypeName,
     Medusa1Config,
@@ -165,18 +166,6 @@ class EvaluateConfig:
                 "tree is an empty list; use auto or at least one path such as [[0]]",
             ),
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeepSpeedConfig:
-    """Which engine trains: `auto` is plain torch for one process, DeepSpeed for several."""
-
-    __pydantic_config__ = STRICT
-    engine: Literal["auto", "torch", "deepspeed"]
-    zero_stage: int
-
-    def __post_init__(self) -> None:
-        require((self.zero_stage in (1, 2, 3), f"zero_stage is 1, 2 or 3, got {self.zero_stage}"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Settings of the stages that train, and what all sections share."""
+"""Settings of the stages that train and of what runs them, and what all sections share."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +22,7 @@ class OptimConfig:
     """One training run: sizes are rows, `max_steps` cuts `epochs` short, intervals are steps."""
 
     __pydantic_config__ = STRICT
+    optimizer: Literal["adamw", "adamw8bit"]
     lr: float
     weight_decay: float
     betas: tuple[float, float]
@@ -36,6 +37,7 @@ class OptimConfig:
     log_every: int
     eval_every: int
     save_every: int
+    save_minutes: float | None
     keep_checkpoints: int
 
     def __post_init__(self) -> None:
@@ -51,6 +53,10 @@ class OptimConfig:
                 self.max_steps is None or self.max_steps >= 1,
                 f"max_steps must be at least 1 or null, got {self.max_steps}",
             ),
+            (
+                self.save_minutes is None or self.save_minutes > 0,
+                f"save_minutes must be above 0 or null, got {self.save_minutes}",
+            ),
             *(
                 (getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
                 for name in positive
@@ -59,6 +65,38 @@ class OptimConfig:
                 self.micro_batch_size < 1 or self.batch_size % self.micro_batch_size == 0,
                 f"batch_size={self.batch_size} is not a multiple of "
                 f"micro_batch_size={self.micro_batch_size}",
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepSpeedConfig:
+    """Which engine trains: `auto` is plain torch for one process, DeepSpeed for several.
+
+    `config` is a JSON file of the user's own, which then says the stage and what is offloaded.
+    """
+
+    __pydantic_config__ = STRICT
+    engine: Literal["auto", "torch", "deepspeed"]
+    zero_stage: int | None
+    offload: bool
+    config: str | None
+
+    def __post_init__(self) -> None:
+        own = self.config is not None
+        require(
+            (
+                own or self.zero_stage in (1, 2, 3),
+                f"zero_stage is 1, 2 or 3, got {self.zero_stage}",
+            ),
+            (
+                not own or (self.zero_stage is None and not self.offload),
+                f"config={self.config} says the stage and what is offloaded: "
+                "use zero_stage=null and offload=false",
+            ),
+            (
+                self.engine == "deepspeed" or not (own or self.offload),
+                f"config and offload are for engine=deepspeed, got engine={self.engine}",
             ),
         )
 

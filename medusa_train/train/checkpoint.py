@@ -1,26 +1,31 @@
-"""Checkpoints of a stage: whole or absent, read back before they count, the last few kept.
+"""Checkpoints of a stage: whole or absent, read back before they count; the last few and the best.
 
 `<stage>/checkpoints/step-000050/` holds the engine's files and `state.json`, written last, which
 lists every other file with its size and CRC-32. A folder ending in `.part` was left by a run that
-was stopped while saving, and is removed.
+was stopped while saving, and is removed. What a checkpoint must fit is the stage's settings; how
+many processes wrote it, and by which engine, is only noted.
 """
 
 import json
+import math
+import re
 import shutil
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 
 from medusa_train.errors import CheckpointError
 from medusa_train.parallel import World
-from medusa_train.track.manifest import write_json
+from medusa_train.track.manifest import refuse_other_settings, write_json
 from medusa_train.train.engine import Engine
 
 STATE = "state.json"
+_NAME = re.compile(r"step-\d{6,}(\.part)?")
 
 
 @dataclass(kw_only=True)
@@ -30,8 +35,13 @@ class TrainState:
     step: int = 0  # finished updates
     tokens: int = 0  # tokens of the model's own that were trained on, repeats counted
     seconds: float = 0.0  # spent in steps, over all runs of the stage
-    losses: list[float] = field(default_factory=list)  # of the last log, [K]
-    held_out: dict[str, list[float]] = field(default_factory=dict)  # last top1, top5, loss, [K]
+    empty_batches: int = 0  # micro-batches without any target
+    best_step: int = 0  # whose checkpoint is never dropped; 0 is before any update
+    best_score: float = -math.inf  # of the held-out rows, there
+    losses: list[float] = field(default_factory=list)  # of the last log, [L]
+    # Of the last evaluation: loss [L], top1 and top5 [K], and single figures as [1]
+    held_out: dict[str, list[float]] = field(default_factory=dict)
+    first_held_out: dict[str, list[float]] = field(default_factory=dict)  # before any update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,76 +51,121 @@ class Checkpoints:
     folder: Path
     world: World
     engine_name: str
-    fingerprint: str
+    settings: Mapping[str, Any]  # of the stage
     keep: int
 
-    def save(self, engine: Engine, state: TrainState) -> None:
+    def save(self, engine: Engine, state: TrainState, *, best: bool = False) -> None:
         """Write, read back, put in place, and drop the oldest; every process calls it.
 
+        Args:
+            engine: with what is trained.
+            state: where it is.
+            best: whether to keep it until a better one comes.
+
         Raises:
-            CheckpointError: if what was read back is not what it should be.
+            CheckpointError: if it cannot be written, or what was read back is not what it should
+                be; earlier checkpoints are as they were.
         """
-        final = self.folder / f"step-{state.step:06d}"
+        if best:
+            state.best_step = state.step
+        final = self._path(state.step)
         part = final.with_name(final.name + ".part")
+        try:
+            self._write(part, engine, state)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the checkpoint {final} cannot be written ({error}): make room on the disk; the "
+                "same command goes on from the checkpoint before"
+            ) from error
+        finally:
+            if self.world.is_main:
+                shutil.rmtree(part, ignore_errors=True)
+        self.world.wait()
+
+    def _write(self, part: Path, engine: Engine, state: TrainState) -> None:
         if self.world.is_main:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         self.world.wait()
         engine.save(part)
-        self.world.wait()
         if self.world.is_main:
             files = {str(p.relative_to(part)): _seal(p) for p in _files(part)}
-            write_json(part / STATE, {**self._made_by(), **asdict(state), "files": files})
-            _check_finite(part)
+            score = state.best_score if math.isfinite(state.best_score) else None
+            stored = {**asdict(state), "best_score": score}
+            write_json(part / STATE, {**self._made_by(), **stored, "files": files})
+            _check_numbers(part)
+            final = self._path(state.step)
             shutil.rmtree(final, ignore_errors=True)
             part.replace(final)
-            self._prune()
-        self.world.wait()
+            self._prune(state.best_step)
 
     def latest(self) -> tuple[Path, TrainState] | None:
         """The newest checkpoint, checked, or None where there is none; every process calls it.
 
         Raises:
-            CheckpointError: if it is damaged, or belongs to another launch or other settings.
+            CheckpointError: if it is damaged or incomplete, belongs to other settings, or lies
+                beside something that is no checkpoint.
         """
         if self.world.is_main:
             for stale in self.folder.glob("*.part"):
                 shutil.rmtree(stale)
         self.world.wait()
+        self._refuse_strangers()
         found = self._finished()
-        if not found:
+        return (found[-1], self._read(found[-1])) if found else None
+
+    def best(self, state: TrainState) -> tuple[Path, TrainState] | None:
+        """The best checkpoint of a finished run, checked; None where the last is the best.
+
+        Also None where nothing was better than before any update. Every process calls it.
+
+        Raises:
+            CheckpointError: if it is missing, damaged, or belongs to other settings.
+        """
+        if state.best_step in (0, state.step):
             return None
-        newest = found[-1]
-        stored = _read_state(newest)
-        self._check_made_by(newest, stored)
+        folder = self._path(state.best_step)
+        return folder, self._read(folder)
+
+    def _read(self, folder: Path) -> TrainState:
+        stored = _read_state(folder)
+        refuse_other_settings(folder, stored["settings"], self.settings)
         if self.world.is_main:
-            _check_files(newest, stored["files"])
-            _check_finite(newest)
+            _check_files(folder, stored["files"])
+            _check_numbers(folder)
         self.world.wait()
-        names = TrainState.__dataclass_fields__
-        return newest, TrainState(**{name: stored[name] for name in names})
+        state = {name: stored[name] for name in TrainState.__dataclass_fields__}
+        if state["best_score"] is None:
+            state["best_score"] = -math.inf
+        return TrainState(**state)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}"
 
     def _finished(self) -> list[Path]:
         return sorted(p for p in self.folder.glob("step-*") if p.suffix != ".part")
 
-    def _prune(self) -> None:
+    def _refuse_strangers(self) -> None:
+        """A checkpoint copied to the wrong level must not look like none at all."""
+        entries = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
+        for entry in entries:
+            if not entry.name.startswith(".") and not _NAME.fullmatch(entry.name):
+                raise CheckpointError(
+                    f"{entry} is no checkpoint: expected folders such as step-000010 with a "
+                    f"{STATE} inside; put it back into one, or delete it"
+                )
+
+    def _prune(self, best_step: int) -> None:
         for old in self._finished()[: -self.keep]:
-            shutil.rmtree(old)
+            if old != self._path(best_step):
+                shutil.rmtree(old)
 
     def _made_by(self) -> dict[str, Any]:
         return {
-            "fingerprint": self.fingerprint,
+            "settings": dict(self.settings),
             "engine": self.engine_name,
             "processes": self.world.size,
         }
-
-    def _check_made_by(self, folder: Path, stored: dict[str, Any]) -> None:
-        for name, expected in self._made_by().items():
-            if stored[name] != expected:
-                raise CheckpointError(
-                    f"{folder} was made with {name}={stored[name]}, this run has {name}="
-                    f"{expected}: go back to {stored[name]}, or delete {self.folder} to start over"
-                )
 
 
 def load_checkpoint(engine: Engine, folder: Path) -> None:
@@ -143,10 +198,13 @@ def _seal(path: Path) -> list[int]:
 
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing, so {folder} is no whole checkpoint: copy all of it, or delete it"
+        )
     try:
         stored = json.loads(path.read_text())
-        expected = {"fingerprint", "engine", "processes", "files", *TrainState.__dataclass_fields__}
-        missing = expected - stored.keys()
+        missing = {"settings", "files", *TrainState.__dataclass_fields__} - stored.keys()
         if missing:
             raise ValueError(f"{sorted(missing)[0]} is missing")
     except (OSError, ValueError, AttributeError) as error:
@@ -167,9 +225,12 @@ def _check_files(folder: Path, expected: dict[str, list[int]]) -> None:
             )
 
 
-def _check_finite(folder: Path) -> None:
-    """Weights stored as safetensors must be numbers; damaged ones never become a checkpoint."""
-    for path in folder.glob("*.safetensors"):
-        for name, tensor in load_file(path).items():
-            if not bool(torch.isfinite(tensor).all()):
-                raise CheckpointError(f"{path}: {name} is not finite; delete {folder}")
+def _check_numbers(folder: Path) -> None:
+    """Every tensor on disk holds something, and only numbers; else it never is a checkpoint."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as stored:  # pyright: ignore
+            for name in stored.keys():  # noqa: SIM118
+                tensor = stored.get_tensor(name)
+                fault = "has size 0" if tensor.numel() == 0 else "is not finite"
+                if tensor.numel() == 0 or not bool(torch.isfinite(tensor).all()):
+                    raise CheckpointError(f"{path}: {name} {fault}; delete {folder}")

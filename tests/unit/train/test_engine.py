@@ -1,13 +1,16 @@
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from training_case import ALONE, CPU, make_config, make_fit, make_rows
 
-from medusa_train.config.schema import DeepSpeedConfig
 from medusa_train.errors import CheckpointError, ConfigError, TrainingError
 from medusa_train.parallel import World
-from medusa_train.train.engine import TorchEngine, accumulation_steps, build_engine
+from medusa_train.train.engine import accumulation_steps, build_engine, check_launch
+from medusa_train.train.objective import ParameterGroup
+from medusa_train.train.optimizer import LossScale
+from medusa_train.train.torch_engine import TorchEngine
 
 OPTIM = make_config().medusa1.optim
 
@@ -17,19 +20,51 @@ def fit(tmp_path):
     return make_fit(tmp_path)
 
 
-def build(fit, engine, world):
-    config = DeepSpeedConfig(engine=engine, zero_stage=2)
-    return build_engine(fit.objective, OPTIM, config, world=world, device=CPU)
+def deepspeed(choice):
+    return make_config(f"deepspeed={choice}").deepspeed
 
 
-@pytest.mark.parametrize("engine", ["auto", "torch"])
+def build(fit, choice, world):
+    return build_engine(fit.objective, OPTIM, deepspeed(choice), world=world, device=CPU)
+
+
+@pytest.mark.parametrize("engine", ["auto", "none"])
 def test_one_process_trains_with_plain_torch(fit, engine):
     assert isinstance(build(fit, engine, ALONE), TorchEngine)
 
 
 def test_plain_torch_in_two_processes_is_refused(fit):
     with pytest.raises(ConfigError, match="2 were launched: use deepspeed=zero1"):
-        build(fit, "torch", World(rank=0, size=2))
+        build(fit, "none", World(rank=0, size=2))
+
+
+@pytest.mark.parametrize(
+    ("change", "choice", "message"),
+    [
+        ({"compute_dtype": "float16"}, "zero2", "float16 needs loss scaling.*bfloat16"),
+        ({"optimizer": "adamw8bit"}, "none", "needs (bitsandbytes|a CUDA device).*optimizer=adamw"),
+    ],
+)
+def test_what_this_launch_cannot_run_is_refused_before_a_model_is_loaded(change, choice, message):
+    with pytest.raises(ConfigError, match=message):
+        check_launch(replace(OPTIM, **change), deepspeed(choice), ALONE)
+
+
+def test_eight_bits_without_a_gpu_or_under_deepspeed_are_refused(monkeypatch):
+    optim = replace(OPTIM, optimizer="adamw8bit")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="needs a CUDA device"):
+        check_launch(optim, deepspeed("none"), ALONE)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match="for plain torch on one process"):
+        check_launch(optim, deepspeed("zero1"), ALONE)
+
+
+def test_a_machine_without_deepspeed_is_told_before_a_model_is_loaded(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install deepspeed, or launch one process"):
+        check_launch(OPTIM, deepspeed("auto"), World(rank=0, size=2))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +88,9 @@ def test_clipping_bounds_the_step_but_not_what_is_reported(tmp_path):
         fit = make_fit(tmp_path, grad_clip=clip)
         fit.engine.accumulate(fit.objective.batch(make_rows(2)), [1.0, 1.0, 1.0])
         norms.append(fit.engine.step())
-    assert norms[0] == norms[1] > 1
+    assert norms[0] == norms[1]
+    assert norms[0]["all"] == pytest.approx(norms[0]["heads"])
+    assert norms[0]["all"] > 1
 
 
 def test_set_lr_is_what_the_next_step_uses(fit):
@@ -80,14 +117,104 @@ def test_a_step_that_is_not_finite_changes_nothing(fit, scales, message):
     after = fit.engine.trained_state()
     assert all(torch.equal(after[name], before[name]) for name in before)
     fit.engine.accumulate(fit.objective.batch(make_rows(2)), [1.0] * 3)
-    assert fit.engine.step() > 0  # nothing of the refused step is left
+    assert fit.engine.step()["all"] > 0  # nothing of the refused step is left
 
 
-def test_weights_of_another_shape_of_heads_are_refused(fit, tmp_path):
+def test_a_checkpoint_of_other_heads_is_refused_with_what_differs(fit, tmp_path):
     fit.engine.save(tmp_path)
+    weight = fit.objective.heads[0].lm_head
+    weight.data = weight.data[:, :8]
     fit.objective.heads.heads = fit.objective.heads.heads[:2]
-    with pytest.raises(CheckpointError, match=r"other weights than are trained: heads\.heads\.2"):
+    with pytest.raises(CheckpointError, match=r"heads\.heads\.2\S+ is only there.* 1 more"):
         TorchEngine(fit.objective, OPTIM).load(tmp_path)
+    fit = make_fit(tmp_path / "other")
+    fit.objective.heads[0].lm_head.data = weight.data
+    with pytest.raises(CheckpointError, match=r"has shape \[320, 16\] there, \[320, 8\] here"):
+        TorchEngine(fit.objective, OPTIM).load(tmp_path)
+
+
+def two_groups(fit, factor):
+    """The same heads, those after the first with another learning rate."""
+    first, *others = fit.objective.heads
+    fit.objective.groups = lambda: [
+        ParameterGroup(name="first", parameters=list(first.parameters())),
+        ParameterGroup(
+            name="others",
+            parameters=[p for head in others for p in head.parameters()],
+            lr_factor=factor,
+        ),
+    ]
+    return TorchEngine(fit.objective, replace(OPTIM, grad_clip=1e9))
+
+
+def test_each_group_has_its_own_learning_rate_and_norm(tmp_path):
+    changed = {}
+    for factor in (1.0, 4.0):
+        fit = make_fit(tmp_path / str(factor))
+        engine = two_groups(fit, factor)
+        before = engine.trained_state()
+        engine.set_lr(1e-3)
+        engine.accumulate(fit.objective.batch(make_rows(2)), [1.0] * 3)
+        norms = engine.step()
+        after = engine.trained_state()
+        changed[factor] = {name: after[name] - before[name] for name in before}
+    assert set(norms) == {"all", "first", "others"}
+    assert norms["all"] ** 2 == pytest.approx(norms["first"] ** 2 + norms["others"] ** 2)
+    for name, step in changed[1.0].items():
+        factor = 1.0 if ".heads.0." in name else 4.0
+        torch.testing.assert_close(changed[4.0][name], factor * step, rtol=1e-3, atol=1e-6)
+
+
+def float16(fit):
+    return TorchEngine(fit.objective, OPTIM, scale_loss=True)
+
+
+def test_a_loss_scale_changes_no_gradient(fit, tmp_path):
+    scaled, plain = fit, make_fit(tmp_path / "plain")
+    engine = float16(scaled)
+    for fit, runs in ((scaled, engine), (plain, plain.engine)):
+        runs.set_lr(1e-3)
+        runs.accumulate(fit.objective.batch(make_rows(2)), [1.0] * 3)
+        fit.norms = runs.step()
+    assert scaled.norms == pytest.approx(plain.norms, rel=1e-6)
+    expected = plain.engine.trained_state()
+    for name, tensor in engine.trained_state().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+
+
+def test_an_overflow_leaves_the_step_out_and_halves_the_scale_which_is_kept(fit, tmp_path, caplog):
+    engine, before = float16(fit), fit.engine.trained_state()
+    engine.accumulate(fit.objective.batch(make_rows(2)), [1e36] * 3)
+    assert not math.isfinite(engine.step()["all"])
+    assert "step left out (1 so far), loss scale now 32768" in caplog.text
+    after = engine.trained_state()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    engine.save(tmp_path)
+    again = float16(fit)
+    again.load(tmp_path)
+    assert again._scale.counters == engine._scale.counters
+    assert again._scale.value == 2**15
+    engine.accumulate(fit.objective.batch(make_rows(2)), [1.0] * 3)
+    assert engine.step()["all"] > 0
+
+
+def test_a_scale_grows_after_a_while_and_cannot_fall_below_one(fit):
+    scale = LossScale()
+    for _ in range(LossScale.GROWTH_STEPS):
+        scale.held()
+    assert scale.value == 2**17
+    scale.value = 1.0
+    with pytest.raises(TrainingError, match="even with a loss scale of 1"):
+        scale.overflowed()
+
+
+def test_a_loss_that_is_not_finite_stops_float16_too(fit):
+    engine = float16(fit)
+    batch = fit.objective.batch(make_rows(2))
+    batch.hidden[0] = float("nan")
+    engine.accumulate(batch, [1.0] * 3)
+    with pytest.raises(TrainingError, match="the loss is not finite"):
+        engine.step()
 
 
 def test_trained_state_is_a_copy(fit):
