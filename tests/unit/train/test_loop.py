@@ -1,4 +1,5 @@
 import contextlib
+import math
 import os
 import re
 import signal
@@ -261,6 +262,20 @@ def test_a_gradient_that_is_not_finite_names_all_rows_of_the_step(tmp_path):
     fit.engine.step = refuse
     with pytest.raises(TrainingError, match=f"All rows of the step: {', '.join(rows)}"):
         fit.run()
+
+
+def test_a_process_names_the_rows_of_another_one_too(tmp_path):
+    class Pair(World):
+        def gather(self, value):
+            return [value, ["theirs"]]
+
+    fit = make_fit(tmp_path)
+    fit.world = Pair(rank=0, size=1)
+    micros = fit._micro_batches()[:1]
+    fine, bad = torch.zeros(3), torch.tensor([1.0, math.nan, 1.0])
+    assert "fault. Rows: theirs. Lower" in fit._where("fault", [fine], micros)
+    ours = ", ".join(row.id for row in micros[0])
+    assert f"fault. Rows: {ours}, theirs. Lower" in fit._where("fault", [bad], micros)
 
 
 def test_a_held_out_loss_that_is_not_finite_stops_before_anything_is_saved(tmp_path):
