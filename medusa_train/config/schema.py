@@ -34,16 +34,32 @@ class PathsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """The backbone: a hub name, a folder, a GGUF file, `package:NAME`, or `random:llama`."""
+    """The backbone: a hub name, a folder, a GGUF file, `package:NAME`, or `random:llama`.
+
+    With `quantization`, `dtype` is what is computed in and what the LM head is kept in.
+    """
 
     __pydantic_config__ = STRICT
     name: str
     revision: str | None
     dtype: DTypeName
+    quantization: Literal["nf4", "int8"] | None
     attention: Literal["sdpa", "eager"]
     device: str
     device_map: str | None
     trust_remote_code: bool
+
+    def __post_init__(self) -> None:
+        made_here = self.name == "random:llama"
+        gguf = self.name.startswith("package:") or self.name.endswith(".gguf")
+        require(
+            (
+                self.quantization is None or not (gguf or made_here),
+                f"quantization={self.quantization} is for weights as a hub or a folder has them, "
+                f"but {self.name} is {'made on the spot' if made_here else 'a GGUF file'}: use "
+                "quantization=null, or name a model folder",
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,7 +265,31 @@ class Config:
                 not {"medusa2", "evaluate"} <= set(self.stages) or self.medusa2.merge,
                 "evaluate measures the merged backbone of medusa2: use medusa2.merge=true",
             ),
+            *self._quantization_checks(),
             (self.run_name.strip() != "", "run_name is empty"),
             (0 <= self.seed < 2**31, f"seed must be from 0 to 2**31 - 1, got {self.seed}"),
             *_tree_checks(tree, self.heads.vocab_size),
         )
+
+    def _quantization_checks(self) -> list[tuple[bool, str]]:
+        kind = self.model.quantization
+        if kind is None:
+            return []
+        joint, cut = "medusa2" in self.stages, "draft" in self.stages and not self.draft.model
+        return [
+            (
+                not joint or not self.medusa2.merge,
+                f"medusa2.merge=true cannot add a LoRA into model.quantization={kind}: use "
+                "medusa2.merge=false, which leaves the adapter and the heads",
+            ),
+            (
+                not joint or self.medusa2.backbone == "lora",
+                f"medusa2.backbone=full cannot train model.quantization={kind}: use "
+                "medusa2.backbone=lora",
+            ),
+            (
+                not cut,
+                f"the draft model is cut from the target, and model.quantization={kind} cannot be "
+                "trained on: name a draft.model, or leave draft out of stages",
+            ),
+        ]

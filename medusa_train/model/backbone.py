@@ -22,6 +22,11 @@ from transformers import (
 from medusa_train.config.schema import ModelConfig
 from medusa_train.errors import ConfigError, ModelError
 from medusa_train.model.language_model import LanguageModel, check_head, check_positions
+from medusa_train.model.quantization import (
+    check_whole_head,
+    keep_differentiable,
+    quantization_settings,
+)
 from medusa_train.model.source import resolve
 from medusa_train.model.tiny import tiny_llama
 
@@ -53,6 +58,7 @@ class Backbone(LanguageModel):
                 f"{name}: the LM head of model type {model.config.model_type} has a bias, which "
                 "heads cannot start from; such a model is not supported"
             )
+        check_whole_head(model, name)
         super().__init__(model.get_decoder(), lm_head, valid_ids=len(tokenizer))
         self.model = model
         self.tokenizer = tokenizer
@@ -104,14 +110,14 @@ def load_backbone(config: ModelConfig) -> Backbone:
         model, tokenizer = tiny_llama()
         model = model.to(dtype)  # pyright: ignore
     else:
-        model, tokenizer = _load(config, dtype)
-    if config.device_map is None:
+        model, tokenizer = _load(config, dtype, device)
+    if config.device_map is None and config.quantization is None:
         model = model.to(device)  # pyright: ignore
     return Backbone(model, tokenizer, name=config.name)
 
 
 def _load(
-    config: ModelConfig, dtype: torch.dtype
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     source = resolve(config.name)
     where: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
@@ -124,6 +130,9 @@ def _load(
         extra["quantization_config"] = GgufConfig(dequantize=True)
     if config.device_map is not None:
         extra["device_map"] = config.device_map
+    if config.quantization is not None:
+        extra["quantization_config"] = quantization_settings(config.quantization, dtype)
+        extra.setdefault("device_map", {"": device})  # where the weights are quantised
     try:
         with quiet_transformers(bars=source.is_remote):
             tokenizer = AutoTokenizer.from_pretrained(source.location, **where)
@@ -138,6 +147,8 @@ def _load(
         ) from error
     if source.gguf_file is not None:
         forget_gguf(model)
+    if config.quantization is not None:
+        keep_differentiable(model)
     return model, tokenizer
 
 

@@ -156,7 +156,9 @@ def load_existing(name: str, backbone: Backbone, settings: ModelConfig) -> Langu
     Raises:
         ModelError: if it cannot be loaded, or its tokenizer gives an id another meaning.
     """
-    draft = load_backbone(replace(settings, name=name, revision=None, device_map=None))
+    draft = load_backbone(
+        replace(settings, name=name, revision=None, device_map=None, quantization=None)
+    )
     theirs = {i: token for token, i in draft.tokenizer.get_vocab().items()}
     ours = {i: token for token, i in backbone.tokenizer.get_vocab().items()}
     for i in sorted(ours.keys() & theirs.keys()):

@@ -127,19 +127,22 @@ def check_head(model: PreTrainedModel, wrapped: LanguageModel, name: str) -> Non
 def check_positions(wrapped: LanguageModel, name: str) -> None:
     """Refuse a model that counts positions by itself, as with ALiBi: siblings in a tree share one.
 
-    Such a model gives the very same numbers wherever its input is said to lie; with rotary
-    positions at least the rounding differs.
+    Such a model gives the very same numbers wherever each token is said to lie.
 
     Raises:
         ModelError: naming the model type.
     """
     places = torch.arange(4, device=wrapped.device).unsqueeze(0)
+    everything = torch.ones_like(places)  # without a mask, gaps would mean that new rows begin
     with torch.no_grad():
         here, there = (
             wrapped.decoder(
-                input_ids=places, position_ids=places + shift, use_cache=False
+                input_ids=places,
+                attention_mask=everything,
+                position_ids=places * spacing,
+                use_cache=False,
             ).last_hidden_state
-            for shift in (0, 5)
+            for spacing in (1, 2)
         )
     if torch.equal(here, there):
         raise ModelError(

@@ -58,8 +58,10 @@ def fast_twin(module: nn.Module) -> nn.Module:
     """
     if _is_plain(module):
         return fast_linear(module.weight, module.bias)
-    tensors = [*module.parameters(), *module.buffers()]
-    twin = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    # A quantised layer keeps more than tensors, so it is shared as a whole
+    layers = [m for m in module.modules() if isinstance(m, nn.Linear) and not _is_plain(m)]
+    shared = [*module.parameters(), *module.buffers(), *layers]
+    twin = copy.deepcopy(module, {id(part): part for part in shared})
     for parent in list(twin.modules()):
         for name, child in parent.named_children():
             if _is_plain(child) and can_pack(child.weight):
