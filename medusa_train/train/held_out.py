@@ -4,7 +4,6 @@ Legend: L losses, K heads.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import zip_longest
 
 from medusa_train.data.rows import Row
@@ -21,20 +20,19 @@ def measure(
     micro_batch_size: int,
     world: World,
 ) -> Measured:
-    """`Objective.measure` of all rows, on every process."""
-    mine = rows[world.rank :: world.size]
-    largest_share = -(-len(rows) // world.size)
+    """`Objective.measure` of all rows, on every process; the same however many there are."""
+    micros = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
+    mine = micros[world.rank :: world.size]
     parts = []
     # Weights may be sharded: every process makes as many calls, the spare ones without effect
-    for start in range(0, largest_share, micro_batch_size):
-        batch = mine[start : start + micro_batch_size]
-        found = objective.measure(objective.batch(batch or rows[:1]), engine.gathered)
-        if batch:
+    for turn in range(-(-len(micros) // world.size)):
+        is_spare = turn >= len(mine)
+        batch = objective.batch(rows[:1] if is_spare else mine[turn])
+        found = objective.measure(batch, engine.gathered)
+        if not is_spare:
             parts.append(found)
-    shares = [joined(share) for share in world.gather(parts) if share]
-    by_row = zip_longest(*(share.ranks for share in shares))
-    ranks = [rank for group in by_row for rank in group if rank is not None]
-    return replace(joined(shares), ranks=ranks)
+    turns = zip_longest(*world.gather(parts))
+    return joined([part for turn in turns for part in turn if part is not None])
 
 
 def figures(objective: Objective, measured: Measured, score: float) -> dict[str, list[float]]:
