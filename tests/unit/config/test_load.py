@@ -43,7 +43,8 @@ def test_every_fault_is_told_at_once_with_its_key_and_the_nearest_name():
         "  - heads.num_head: unknown key, did you mean heads.num_heads?",
         "  - medusa1.optim.epoch: unknown key, did you mean medusa1.optim.epochs?",
         "  - medusa1.optim.lr: input should be a valid number, got 'fast'",
-        "  - stages.0: input should be 'distill', 'medusa1', 'medusa2', 'draft' or 'evaluate', got 'distil'",
+        "  - stages.0: input should be 'distill', 'medusa1', 'medusa2', 'draft' or 'evaluate', "
+        "got 'distil'",
     ]
 
 

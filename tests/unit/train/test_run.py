@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from training_case import (
     ALONE,
     CPU,
@@ -20,7 +21,7 @@ from medusa_train.model.tiny import tiny_llama
 from medusa_train.model.weights import load_heads
 from medusa_train.train import run
 from medusa_train.train.draft import train_draft
-from medusa_train.train.medusa1 import train_medusa1
+from medusa_train.train.medusa1 import Medusa1Objective, train_medusa1
 
 
 @pytest.fixture
@@ -146,3 +147,19 @@ def test_sinks_are_closed_when_training_fails(tmp_path, distill, backbone, monke
     with pytest.raises(TrainingError, match=r"not finite|norm of the gradient"):
         train_medusa1(config, make_stage(tmp_path), distill, backbone, ALONE)
     assert closed == [1]
+
+
+@pytest.mark.parametrize(("scores", "best"), [([0.0, 5.0, 1.0], 2), ([0.0, 1.0, 5.0], 4)])
+def test_the_best_checkpoint_is_the_result(tmp_path, distill, backbone, monkeypatch, scores, best):
+    left = iter(scores)  # at steps 0, 2 and 4
+    monkeypatch.setattr(Medusa1Objective, "score", lambda self, measured: next(left))
+    stage = make_stage(tmp_path)
+    summary = train_medusa1(make_config(), stage, distill, backbone, ALONE)
+    lines = [json.loads(line) for line in (stage.folder / "metrics.jsonl").open()]
+    (evaluated,) = (line for line in lines if line["step"] == best and "eval/loss" in line)
+    assert summary["loss"] == [evaluated[f"eval/head{k}/loss"] for k in range(3)]
+    assert (summary["steps"], summary["tokens_per_step"]) == (4, [5.0])
+    weights = load_file(stage.folder / "checkpoints" / f"step-00000{best}" / "weights.safetensors")
+    loaded = load_heads(stage.folder / "heads", dtype=torch.float32, device=CPU, backbone=backbone)
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, weights[f"heads.{name}"]), name
