@@ -1,4 +1,4 @@
-"""Two processes learn what one does, under ZeRO 1, 2 and 3; and stop and resume together."""
+"""Two processes learn what one does, under ZeRO 1, 2 and 3; and go on from each other."""
 
 import json
 import os
@@ -15,21 +15,29 @@ pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).resolve().parents[1]
 SCRIPT = str(Path(__file__).with_name("training_process.py"))
-WEIGHTS = {"medusa1": "heads/medusa_lm_head.safetensors", "draft": "model/model.safetensors"}
-# One step's rounding of about 1e-7 in the gradient, through AdamW at lr 0.01
-TOLERANCE = 2e-4
+WEIGHTS = {
+    "medusa1": ("heads/medusa_lm_head.safetensors",),
+    "medusa2": ("heads/medusa_lm_head.safetensors", "adapter/adapter_model.safetensors"),
+    "draft": ("model/model.safetensors",),
+}
+# Of a weight, a twentieth of the learning rate: AdamW makes steps of about that size of whatever
+# gradient there is, so where it is next to zero its rounding counts
+TOLERANCE = 0.05 * 0.01
+# Medusa-2 has two learning rates, a LoRA and its teacher in the same engine
+FLOAT32 = {stage: (stage, ()) for stage in WEIGHTS}
+BFLOAT16 = ("medusa2", ("medusa2.optim.compute_dtype=bfloat16", "medusa2.optim.lr=1e-4"))
+RUNS = {**FLOAT32, "bfloat16": BFLOAT16}
 
 
-def launch(processes: int, rows: Path, *runs: tuple[str, ...]) -> None:
+def launch(processes: int, rows: Path, *runs: tuple[str, Path, tuple[str, ...], str]) -> None:
     """Start the script and wait; everything it started is ended when it takes too long."""
     paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     env = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join(paths)}
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [sys.executable, *(launcher if processes > 1 else [])]
-    command += [SCRIPT, str(rows), *(part for run in runs for part in run)]
     job = subprocess.Popen(
-        command,
+        [*command, SCRIPT, str(rows), json.dumps(runs, default=str)],
         env=env,
         text=True,
         stdout=subprocess.PIPE,
@@ -44,14 +52,31 @@ def launch(processes: int, rows: Path, *runs: tuple[str, ...]) -> None:
     assert job.returncode == 0, output
 
 
-def weights(folder: Path, stage: str):
-    return load_file(folder / WEIGHTS[stage])
-
-
 def metrics(folder: Path) -> list[dict[str, float]]:
-    left_out = ("time", "perf/tokens_per_s")
+    """What both engines log: losses, hits, learning rates and the norm of all gradients."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-    return [{name: v for name, v in line.items() if name not in left_out} for line in lines]
+    kept = ("step", "train/", "eval/")
+    return [
+        {
+            name: value
+            for name, value in line.items()
+            if name.startswith(kept) and not name.startswith("train/grad_norm/")
+        }
+        for line in lines
+    ]
+
+
+def check_weights(here: Path, there: Path, stage: str, *, within: float) -> None:
+    for file in WEIGHTS[stage]:
+        assert largest_difference(load_file(here / file), load_file(there / file)) < within, file
+
+
+def check_metrics(here: Path, there: Path, *, within: float) -> None:
+    found, expected = metrics(here), metrics(there)
+    assert [line.keys() for line in found] == [line.keys() for line in expected]
+    assert any("train/grad_norm" in line for line in found)
+    for mine, other in zip(found, expected, strict=True):
+        assert mine == pytest.approx(other, rel=0, abs=within)
 
 
 @pytest.fixture(scope="module")
@@ -62,47 +87,53 @@ def rows(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(rows, tmp_path_factory) -> Path:
-    """Both stages on one process: with plain torch, and the heads with DeepSpeed too."""
+    """All stages on one process with plain torch, and the heads with DeepSpeed too."""
     folder = tmp_path_factory.mktemp("one")
-    launch(
-        1,
-        rows,
-        ("medusa1", str(folder / "medusa1"), "1", "torch", "all"),
-        ("draft", str(folder / "draft"), "1", "torch", "all"),
-        ("medusa1", str(folder / "deepspeed"), "2", "deepspeed", "all"),
-    )
+    runs = [(stage, folder / name, more, "all") for name, (stage, more) in RUNS.items()]
+    launch(1, rows, *runs, ("medusa1", folder / "alone", ("deepspeed=zero2",), "all"))
     return folder
 
 
 def test_deepspeed_alone_is_plain_torch(one):
-    found = weights(one / "deepspeed", "medusa1")
-    assert largest_difference(found, weights(one / "medusa1", "medusa1")) < TOLERANCE
+    check_weights(one / "alone", one / "medusa1", "medusa1", within=TOLERANCE)
+    check_metrics(one / "alone", one / "medusa1", within=1e-5)
 
 
-@pytest.mark.parametrize("zero", ["1", "2", "3"])
-def test_two_processes_learn_what_one_does(one, rows, tmp_path, zero):
-    runs = [(stage, str(tmp_path / stage), zero, "auto", "all") for stage in WEIGHTS]
-    launch(2, rows, *runs, ("medusa1", str(tmp_path / "nan"), zero, "auto", "nan"))
-    for stage in WEIGHTS:
-        found, expected = weights(tmp_path / stage, stage), weights(one / stage, stage)
-        assert largest_difference(found, expected) < TOLERANCE, stage
-        here, there = metrics(tmp_path / stage), metrics(one / stage)
-        assert [line.keys() for line in here] == [line.keys() for line in there]
-        for two_line, one_line in zip(here, there, strict=True):
-            assert two_line == pytest.approx(one_line, rel=1e-3, abs=1e-6)
-    # One process alone had the fault; all of them stop, and say so before the step is made
+@pytest.fixture(scope="module", params=["zero1", "zero2", "zero3"])
+def two(request, rows, tmp_path_factory) -> Path:
+    """All stages on two processes, and one of which the last process finds a fault."""
+    folder, choice = tmp_path_factory.mktemp(request.param), f"deepspeed={request.param}"
+    runs = [(s, folder / name, (choice, *more), "all") for name, (s, more) in RUNS.items()]
+    launch(2, rows, *runs, ("medusa1", folder / "nan", (choice,), "nan"))
+    return folder
+
+
+def test_sharded_heads_begin_as_the_lm_head(one, two):
+    at_first = [metrics(folder / "medusa1")[0] for folder in (two, one)]
+    assert at_first[0]["step"] == 0
+    assert at_first[0] == pytest.approx(at_first[1], rel=0, abs=1e-6)
+
+
+def test_two_processes_learn_what_one_does(one, two):
+    for name, (stage, _) in FLOAT32.items():
+        check_metrics(two / name, one / name, within=1e-5)
+        check_weights(two / name, one / name, stage, within=TOLERANCE)
+    check_metrics(two / "bfloat16", one / "bfloat16", within=2e-3)
+
+
+def test_a_fault_on_one_process_stops_all_before_the_step(two):
     for rank in (0, 1):
-        message = (tmp_path / "nan" / f"failed-{rank}").read_text()
+        message = (two / "nan" / f"failed-{rank}").read_text()
         assert message.startswith("step 1: the loss is not finite; no weight was changed")
 
 
-def test_a_signal_to_one_process_stops_both_and_they_resume(one, rows, tmp_path):
-    folder = tmp_path / "medusa1"
-    again = ("medusa1", str(folder), "3", "auto")
-    launch(2, rows, (*again, "1"))
-    assert [(folder / f"interrupted-{rank}").read_text() for rank in (0, 1)] == ["143", "143"]
-    (saved,) = (folder / "checkpoints").iterdir()
-    assert saved.name == "step-000001"
-    launch(2, rows, (*again, "all"))
-    expected = weights(one / "medusa1", "medusa1")
-    assert largest_difference(weights(folder, "medusa1"), expected) < TOLERANCE
+def test_a_run_goes_on_under_another_engine_and_number_of_processes(one, rows, tmp_path):
+    folder = tmp_path / "medusa2"
+    for step, processes, choice in ((1, 2, "zero1"), (3, 1, "none")):
+        launch(processes, rows, ("medusa2", folder, (f"deepspeed={choice}",), str(step)))
+        assert (folder / f"interrupted-{processes - 1}").read_text() == "143"
+        newest = sorted((folder / "checkpoints").iterdir())[-1]
+        assert newest.name == f"step-{step:06d}"
+    launch(2, rows, ("medusa2", folder, ("deepspeed=zero3",), "all"))
+    check_metrics(folder, one / "medusa2", within=1e-5)
+    check_weights(folder, one / "medusa2", "medusa2", within=TOLERANCE)

@@ -1,14 +1,15 @@
 """Run by the launcher in `test_parallel_training.py`: trains as the arguments say, as one rank.
 
-Arguments: the folder of the rows, then for each run `stage folder zero_stage engine until`, where
-`until` is `all`, the number of the step at which the last rank gets SIGTERM, or `nan`: then the
-last rank finds a hidden state that is not a number at step 1.
+Arguments: the folder of the rows, then runs as JSON: a list of `stage`, `folder`, `settings`
+(overrides) and `until`, which is `all`, the number of the step at which the last rank gets SIGTERM,
+or `nan`: then the last rank finds a hidden state that is not a number at step 1.
 """
 
 import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,19 +21,20 @@ from medusa_train.track.manifest import Stage
 from medusa_train.train import loop
 from medusa_train.train.draft import train_draft
 from medusa_train.train.medusa1 import train_medusa1
+from medusa_train.train.medusa2 import train_medusa2
 
-TRAIN = {"medusa1": train_medusa1, "draft": train_draft}
+STAGES = ("medusa1", "medusa2", "draft")
 
 
-def one_run(distill: Path, name: str, folder: str, zero: str, engine: str, until: str) -> None:
+def one_run(distill: Path, name: str, folder: str, settings: list[str], until: str) -> None:
     # ZeRO-3 keeps small tensors whole: matrices of this size are shared out
     world, backbone = current_world(), make_backbone(hidden_size=128)
     world.start(backbone.device)
     config = make_config(
-        f"deepspeed.zero_stage={zero}",
-        f"deepspeed.engine={engine}",
         "heads.num_heads=2",
-        *(f"{stage}.optim.micro_batch_size=1" for stage in TRAIN),
+        "medusa2.start=fresh",
+        *(f"{stage}.optim.micro_batch_size=1" for stage in STAGES),
+        *settings,
     )
     stage = Stage(name=name, folder=Path(folder), settings={})
     if world.is_main:
@@ -49,8 +51,13 @@ def one_run(distill: Path, name: str, folder: str, zero: str, engine: str, until
         return original(self)
 
     loop.Fit._micro_batches = micro_batches
+    train = {
+        "medusa1": partial(train_medusa1, config, stage, distill),
+        "medusa2": partial(train_medusa2, config, stage, distill, None),
+        "draft": partial(train_draft, config, stage, distill),
+    }
     try:
-        summary = TRAIN[name](config, stage, distill, backbone, world)
+        summary = train[name](backbone, world)
         if world.is_main:
             (stage.folder / "summary.json").write_text(json.dumps(summary))
     except Interrupted as error:
@@ -63,7 +70,6 @@ def one_run(distill: Path, name: str, folder: str, zero: str, engine: str, until
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    rows, *runs = sys.argv[1:]
-    for start in range(0, len(runs), 5):
-        one_run(Path(rows), *runs[start : start + 5])
+    for run in json.loads(sys.argv[2]):
+        one_run(Path(sys.argv[1]), *run)
     leave(0)
