@@ -7,6 +7,7 @@ import json
 import math
 import re
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -173,9 +174,12 @@ class WandbSink:
         self._run.log_artifact(artifact)
 
     def close(self) -> None:
-        """Finish the run and wait until its file is whole, which `finish` alone does not."""
+        """Finish the run and wait until its file is whole, which `finish` alone does not.
+
+        Called while an exception is on its way, it lets W&B show the run as failed.
+        """
         if self._run is not None:
-            self._run.finish()
+            self._run.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
             self._run = None
             self._wandb.teardown()
 

@@ -105,7 +105,8 @@ class FakeRun:
     def log(self, metrics, step):
         self.logged.append((step, metrics))
 
-    def finish(self):
+    def finish(self, exit_code):
+        assert exit_code == 0
         self.finished += 1
 
 

@@ -1,8 +1,4 @@
-import contextlib
-import math
-import os
 import re
-import signal
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +8,7 @@ import torch
 from training_case import MemorySink, largest_difference, make_config, make_fit, make_rows
 
 from medusa_train.data.batch import step_rows
-from medusa_train.errors import ConfigError, Interrupted, TrainingError
+from medusa_train.errors import ConfigError
 from medusa_train.parallel import World
 from medusa_train.train import loop
 from medusa_train.train.loop import total_steps
@@ -137,32 +133,6 @@ def test_rows_of_a_step_lie_together_by_length_whoever_shares_them(tmp_path):
     assert [micro for pair in zip(*shares, strict=True) for micro in pair] == alone
 
 
-def test_random_numbers_follow_from_the_place_in_the_run(tmp_path):
-    def drawn(fit) -> list[float]:
-        """A number for each micro-batch that is trained on."""
-        numbers, accumulate = [], fit.engine.accumulate
-
-        def drawing(batch, scales):
-            numbers.append(float(torch.rand(())))
-            return accumulate(batch, scales)
-
-        fit.engine.accumulate = drawing
-        before = torch.get_rng_state()
-        with contextlib.suppress(Interrupted):
-            fit.run()
-        assert torch.equal(torch.get_rng_state(), before)
-        return numbers
-
-    whole = drawn(make_fit(tmp_path / "a"))
-    cut = make_fit(tmp_path / "b")
-    signal_at(cut, 1, signal.SIGTERM)
-    first = drawn(cut)
-    torch.manual_seed(8)
-    rest = drawn(make_fit(tmp_path / "b"))
-    assert len(set(whole)) == 8
-    assert first + rest == whole
-
-
 def saves(fit) -> list[tuple[int, bool]]:
     """Step and `best` of each checkpoint; filled while it runs."""
     found, save = [], fit.checkpoints.save
@@ -212,104 +182,6 @@ def test_number_of_steps():
     assert total_steps(replace(optim, max_steps=30), 9) == 4
     with pytest.raises(ConfigError, match="only 3 training rows"):
         total_steps(optim, 3)
-
-
-def poison(fit, at_step):
-    original = fit.objective.batch
-
-    def batch(rows):
-        made = original(rows)
-        if (
-            rows[0] in fit.rows
-            and rows[0].id == poisoned_row(fit, at_step)
-            and fit.state.step == at_step
-        ):
-            made.hidden[0] = float("nan")
-        return made
-
-    fit.objective.batch = batch
-
-
-def poisoned_row(fit, step):
-    """First row of the second micro-batch of a step."""
-    saved, fit.state.step = fit.state.step, step
-    row = fit._micro_batches()[1][0].id
-    fit.state.step = saved
-    return row
-
-
-def test_a_loss_that_is_not_finite_stops_before_the_step_and_names_the_rows(tmp_path):
-    fit = make_fit(tmp_path, save_every=1)
-    poison(fit, 2)
-    with pytest.raises(TrainingError, match="step 2: the loss is not finite") as caught:
-        fit.run()
-    assert poisoned_row(fit, 2) in str(caught.value)
-    saved = fit.checkpoints.latest()
-    assert saved is not None
-    assert saved[1].step == 2
-    before = make_fit(tmp_path).engine.trained_state()
-    after = fit.engine.trained_state()
-    assert all(torch.equal(after[name], before[name]) for name in before)
-
-
-def test_a_gradient_that_is_not_finite_names_all_rows_of_the_step(tmp_path):
-    fit = make_fit(tmp_path)
-    rows = [row.id for micro in fit._micro_batches() for row in micro]
-
-    def refuse():
-        raise TrainingError("the norm of the gradient is inf")
-
-    fit.engine.step = refuse
-    with pytest.raises(TrainingError, match=f"All rows of the step: {', '.join(rows)}"):
-        fit.run()
-
-
-def test_a_process_names_the_rows_of_another_one_too(tmp_path):
-    class Pair(World):
-        def gather(self, value):
-            return [value, ["theirs"]]
-
-    fit = make_fit(tmp_path)
-    fit.world = Pair(rank=0, size=1)
-    micros = fit._micro_batches()[:1]
-    fine, bad = torch.zeros(3), torch.tensor([1.0, math.nan, 1.0])
-    assert "fault. Rows: theirs. Lower" in fit._where("fault", [fine], micros)
-    ours = ", ".join(row.id for row in micros[0])
-    assert f"fault. Rows: {ours}, theirs. Lower" in fit._where("fault", [bad], micros)
-
-
-def test_a_held_out_loss_that_is_not_finite_stops_before_anything_is_saved(tmp_path):
-    fit = make_fit(tmp_path)
-    fit.objective.heads[0].lm_head.data.fill_(float("inf"))
-    with pytest.raises(TrainingError, match="step 0: the loss on the held-out rows"):
-        fit.run()
-    assert fit.checkpoints.latest() is None
-
-
-def signal_at(fit, step, number):
-    original = fit.objective.batch
-
-    def batch(rows):
-        if fit.state.step == step:
-            os.kill(os.getpid(), number)
-        return original(rows)
-
-    fit.objective.batch = batch
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-@pytest.mark.parametrize("step", [1, 3])
-def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, number, status, step):
-    handler = signal.getsignal(number)
-    fit = make_fit(tmp_path, save_every=100)
-    signal_at(fit, step, number)
-    with pytest.raises(Interrupted, match="the same command goes on") as caught:
-        fit.run()
-    assert caught.value.exit_status == status
-    assert signal.getsignal(number) is handler
-    saved = fit.checkpoints.latest()
-    assert saved is not None
-    assert saved[1].step == step + 1
 
 
 def test_a_finished_run_trains_no_more(tmp_path):
