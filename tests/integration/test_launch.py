@@ -1,13 +1,18 @@
-"""Two CPU processes under each launcher do what one does, and no compiler is there to help."""
+"""Two CPU processes do what one does, under each launcher and each choice of DeepSpeed.
 
+No compiler is there to help.
+"""
+
+import json
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from command_case import losses, manifest, run_command
+from command_case import losses, manifest, run_command, run_here
 from safetensors.torch import load_file
 
 from medusa_train.data.rows import read_split
@@ -28,17 +33,14 @@ def free_port() -> int:
     raise RuntimeError("no free port")
 
 
-LAUNCHERS = {
-    "deepspeed": lambda: [
-        str(BIN / "deepspeed"),
-        *("-q", "--num_gpus", "2", "--master_port", str(free_port())),
-        *("--module", "medusa_train", SMOKE),
-    ],
-    "torchrun": lambda: [
-        str(BIN / "torchrun"),
-        *("--standalone", "--nproc_per_node", "2", "-m", "medusa_train", SMOKE),
-    ],
-}
+def by_deepspeed(*arguments: str) -> list[str]:
+    command = [str(BIN / "deepspeed"), "-q", "--num_gpus", "2", "--master_port", str(free_port())]
+    return [*command, "--module", "medusa_train", *arguments]
+
+
+def by_torchrun(*arguments: str) -> list[str]:
+    command = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2"]
+    return [*command, "-m", "medusa_train", *arguments]
 
 
 @pytest.fixture
@@ -60,9 +62,8 @@ def no_compiler(tmp_path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_two_processes_run_all_stages_like_one(launcher, tmp_path, smoke_run, no_compiler):
-    done = run_command(LAUNCHERS[launcher](), tmp_path, no_compiler)
+def test_two_processes_run_all_stages_like_one(tmp_path, smoke_run, no_compiler):
+    done = run_command(by_deepspeed(SMOKE), tmp_path, no_compiler)
 
     assert done.status == 0
     assert "Traceback" not in done.err
@@ -74,8 +75,72 @@ def test_two_processes_run_all_stages_like_one(launcher, tmp_path, smoke_run, no
     for stage in ("medusa1", "draft"):
         check_losses(one / stage, two / stage)
     check_heads(one, two)
-    assert list((tmp_path / "extensions").iterdir()) == []
-    assert not (tmp_path / "tools" / "asked").exists()
+    check_no_compiler(tmp_path)
+
+
+# Of a file of one's own: nothing that the run says is repeated but where it is the same
+CUSTOM = {
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": 1,
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 1000},
+}
+
+
+@pytest.mark.parametrize(
+    "choice", ["zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "custom"]
+)
+def test_heads_are_the_same_under_every_deepspeed_config(choice, tmp_path, smoke_run, no_compiler):
+    one, two = (folder / "outputs" / "smoke" for folder in (smoke_run[0], tmp_path))
+    settings = [f"deepspeed={choice}", "stages=[medusa1]", f"paths.distill={one / 'distill'}"]
+    if choice == "custom":
+        (tmp_path / "mine.json").write_text(json.dumps(CUSTOM))
+        settings.append("deepspeed.config=mine.json")
+
+    done = run_command(by_torchrun(SMOKE, *settings), tmp_path, no_compiler)
+
+    assert done.status == 0
+    assert "8 rows a step = 4 a micro-batch x 1 micro-batches x 2 processes" in done.err
+    check_losses(one / "medusa1", two / "medusa1")
+    check_heads(one, two)
+    check_no_compiler(tmp_path)
+
+
+def test_what_two_processes_have_saved_one_goes_on_with(tmp_path, finished, smoke_run):
+    """As a run whose last checkpoint but one was the last thing that two processes wrote."""
+    folder = finished / "outputs" / "smoke" / "medusa1"
+    shutil.rmtree(folder)
+    settings = (SMOKE, "stages=[medusa1]", "deepspeed=zero3")
+    assert run_command(by_torchrun(*settings), finished).status == 0
+    checkpoints = sorted((folder / "checkpoints").iterdir())
+    state = json.loads((checkpoints[-2] / "state.json").read_text())
+    assert (state["step"], state["processes"], state["engine"]) == (6, 2, "deepspeed zero3")
+    shutil.rmtree(checkpoints[-1])
+    shutil.rmtree(folder / "heads")
+    (folder / "manifest.json").write_text(
+        (folder / "manifest.json").read_text().replace('"done"', '"running"')
+    )
+
+    assert run_here(finished, SMOKE, "stages=[medusa1]").status == 0
+
+    assert manifest(folder)["status"] == "done"
+    check_heads(smoke_run[0] / "outputs" / "smoke", finished / "outputs" / "smoke")
+
+
+def test_a_deepspeed_file_that_disagrees_is_refused_before_any_model_is_loaded(tmp_path):
+    (tmp_path / "mine.json").write_text('{"train_batch_size": 32, "fp16": {"enabled": true}}')
+
+    done = run_here(tmp_path, SMOKE, "deepspeed=custom", "deepspeed.config=mine.json")
+
+    assert done.status == 2
+    assert "mine.json does not agree with the run, 3 key(s) to change" in done.err
+    assert "loading" not in done.err
+
+
+def check_no_compiler(folder: Path) -> None:
+    """Nothing was built, and no compiler asked to."""
+    assert list((folder / "extensions").iterdir()) == []
+    assert not (folder / "tools" / "asked").exists()
 
 
 def check_rows(one: Path, two: Path) -> None:
