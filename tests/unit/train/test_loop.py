@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from training_case import MemorySink, largest_difference, make_config, make_fit, make_rows
+from training_case import CPU, MemorySink, largest_difference, make_config, make_fit, make_rows
 
 from medusa_train.data.batch import step_rows
 from medusa_train.errors import ConfigError
@@ -13,6 +13,7 @@ from medusa_train.parallel import World
 from medusa_train.train import loop
 from medusa_train.train.loop import total_steps
 from medusa_train.train.objective import ParameterGroup
+from medusa_train.train.window import empty_window
 
 TRAIN = {
     "train/loss",
@@ -166,6 +167,21 @@ def test_a_checkpoint_so_many_minutes_after_the_last(tmp_path, monkeypatch, minu
     found = saves(fit)
     fit.run()
     assert [step for step, _ in found] == steps
+
+
+def test_only_the_clock_of_the_first_process_counts_and_all_save(tmp_path):
+    fit = make_fit(tmp_path, save_minutes=1e-9)
+    assert fit._is_overdue()
+    fit.world = World(rank=1, size=2)
+    assert not fit._is_overdue()
+
+    class TellsOfTheFirst(World):
+        def sum(self, values):
+            values[-2] = 1  # before the signals, here of one process
+            return values
+
+    fit.world = TellsOfTheFirst(rank=1, size=1)
+    assert fit._step(empty_window(fit.objective.names, CPU), [])
 
 
 def test_the_progress_line_says_loss_and_score(tmp_path, caplog):

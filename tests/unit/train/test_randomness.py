@@ -54,6 +54,7 @@ def test_random_numbers_do_not_depend_on_how_many_share_a_step(tmp_path):
 
     alone, (first, second) = share(0, 1), (share(rank, 2) for rank in range(2))
     assert [first[0], second[0], first[1], second[1]] == alone
+    assert len(set(alone)) == 4
 
 
 def test_a_resumed_run_with_dropout_ends_bit_for_bit_like_an_unbroken_one(tmp_path, monkeypatch):
