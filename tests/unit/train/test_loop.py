@@ -177,10 +177,10 @@ def test_only_the_clock_of_the_first_process_counts_and_all_save(tmp_path):
 
     class TellsOfTheFirst(World):
         def sum(self, values):
-            values[-2] = 1  # before the signals, here of one process
+            values[-3] = 1  # before the signals of two processes
             return values
 
-    fit.world = TellsOfTheFirst(rank=1, size=1)
+    fit.world = TellsOfTheFirst(rank=1, size=2)
     assert fit._step(empty_window(fit.objective.names, CPU), [])
 
 
