@@ -148,11 +148,6 @@ def _explained():
     except (OSError, SafetensorError) as error:
         log.error("cannot read or write: %s (is the disk full?)", error)
         raise SystemExit(1) from None
-    except RuntimeError as error:
-        if "PytorchStreamWriter" not in str(error):  # torch's way to say that a write failed
-            raise
-        log.error("cannot write a checkpoint: %s (is the disk full?)", str(error).splitlines()[0])
-        raise SystemExit(1) from None
 
 
 def _check_grammar(argument: str) -> None:
