@@ -11,7 +11,7 @@ from medusa_train.data.hidden_states import online_source
 from medusa_train.model.backbone import Backbone
 from medusa_train.model.heads import MedusaHeads
 from medusa_train.model.student import Student
-from medusa_train.train.medusa2 import Medusa2Objective
+from medusa_train.train.joint import Medusa2Objective
 from medusa_train.train.run import make_teacher
 
 

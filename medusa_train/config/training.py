@@ -117,12 +117,13 @@ class Medusa1Config:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSettings:
-    """Low-rank changes of every linear layer, through peft; `lm_head` includes the LM head."""
+    """Low-rank changes of linear layers, through peft; `lm_head` includes the LM head."""
 
     __pydantic_config__ = STRICT
     rank: int
     alpha: float
     dropout: float
+    last_layers: int | None
     lm_head: bool
 
     def __post_init__(self) -> None:
@@ -130,6 +131,10 @@ class LoraSettings:
             (self.rank >= 1, f"rank must be at least 1, got {self.rank}"),
             (self.alpha > 0, f"alpha must be above 0, got {self.alpha}"),
             (0 <= self.dropout < 1, f"dropout must be in [0, 1), got {self.dropout}"),
+            (
+                self.last_layers is None or self.last_layers >= 1,
+                f"last_layers must be at least 1 or null, got {self.last_layers}",
+            ),
         )
 
 

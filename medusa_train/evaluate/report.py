@@ -4,11 +4,12 @@ The verdict claims no more than the intervals do: a comparison whose 95 % interv
 rests on a handful of prompts, is reported as undecided.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import JsonValue
 
+from medusa_train.evaluate.markdown import megabytes, number, table, with_interval
 from medusa_train.evaluate.plots import ACCEPTANCE, SPEEDUP, draw_plots
 from medusa_train.evaluate.results_schema import MethodResult, Results
 from medusa_train.track.manifest import write_text
@@ -48,6 +49,7 @@ def render_report(results: Results) -> str:
         f"![Speed-up by method]({SPEEDUP})",
         f"![Share of steps by accepted drafts]({ACCEPTANCE})",
         *_heads(results),
+        *_backbone(results),
         *_gammas(results),
         *_tree(results),
         "## Speed-up by kind of prompt",
@@ -98,7 +100,7 @@ def _compare(
 ) -> str:
     """What a ratio of speeds and its interval allow to say."""
     low, high = interval
-    text = _with_interval(ratio, interval)
+    text = with_interval(ratio, interval)
     if prompts < MIN_PROMPTS:
         few = f"{prompts} prompt{'s are' if prompts > 1 else ' is'} too few for an interval"
         return f"{name} ran at {text} times the speed of {other}, but {few}: this run cannot tell."
@@ -118,7 +120,7 @@ def _conditions(results: Results) -> str:
     return (
         f"Measured on {model.num_prompts} prompts with up to {model.max_new_tokens} new tokens "
         f"each, one prompt at a time, greedy, on {model.device} in {model.dtype} "
-        f"({model.parameters:,} parameters, {_megabytes(model.bytes)} MB)."
+        f"({model.parameters:,} parameters, {megabytes(model.bytes)} MB)."
     )
 
 
@@ -133,20 +135,20 @@ def _methods(results: Results) -> list[tuple[str, MethodResult]]:
 
 
 def _trade_offs(results: Results) -> str:
-    return _table(
+    return table(
         "method|architecture|extra memory, MB|tokens per step|overhead|speed-up [95 %]"
         "|verification|training tokens|training seconds",
         (
             (
                 name,
                 method.architecture,
-                _megabytes(method.extra_memory_bytes),
-                _number(method.tokens_per_step),
-                _number(method.overhead),
-                _with_interval(method.speedup, method.speedup_ci95),
+                megabytes(method.extra_memory_bytes),
+                number(method.tokens_per_step),
+                number(method.overhead),
+                with_interval(method.speedup, method.speedup_ci95),
                 method.verification,
-                _number(method.training_tokens, 0),
-                _number(method.training_seconds, 0),
+                number(method.training_tokens, 0),
+                number(method.training_seconds, 0),
             )
             for name, method in _methods(results)
         ),
@@ -180,7 +182,23 @@ def _heads(results: Results) -> list[str]:
     rows = ((k, k + 2, f"{one:.1%}", f"{five:.1%}") for k, (one, five) in enumerate(pairs))
     return [
         "## Accuracy of the heads on held-out rows",
-        _table("head|tokens ahead|top 1|top 5", rows),
+        table("head|tokens ahead|top 1|top 5", rows),
+    ]
+
+
+def _backbone(results: Results) -> list[str]:
+    change = None if results.heads is None else results.heads.backbone_change
+    if change is None:
+        return []
+    factor = change.perplexity / change.perplexity_before - 1
+    return [
+        "## What became of the backbone",
+        "Heads and backbone were trained together, so plain decoding above is that of the new "
+        "backbone. On held-out answers of the original one its perplexity is "
+        f"{change.perplexity:.3f}, where the original has {change.perplexity_before:.3f} "
+        f"({factor:+.1%}); its distribution lies {change.kl:.4f} nats (KL) from the original's in "
+        f"the mean; and its best token is the answer's own at {change.agreement:.1%} of the "
+        f"positions (the original: {change.agreement_before:.1%}).",
     ]
 
 
@@ -191,23 +209,23 @@ def _gammas(results: Results) -> list[str]:
     rows = (
         (
             gamma,
-            _number(found.acceptance_rate),
-            _number(found.tokens_per_step),
-            _number(found.overhead),
-            _with_interval(found.speedup, found.speedup_ci95),
+            number(found.acceptance_rate),
+            number(found.tokens_per_step),
+            number(found.overhead),
+            with_interval(found.speedup, found.speedup_ci95),
         )
         for gamma, found in tried
     )
     title = "gamma|acceptance rate|tokens per step|overhead|speed-up [95 %]"
     note = "The fastest gamma on these prompts is the baseline, which favours the draft model."
-    return ["## Draft model by gamma", _table(title, rows), note]
+    return ["## Draft model by gamma", table(title, rows), note]
 
 
 def _tree(results: Results) -> list[str]:
     if results.tree is None:
         return []
     rows = (
-        (size.nodes, _number(size.tokens_per_step), _number(size.step_ms), _number(size.speedup))
+        (size.nodes, number(size.tokens_per_step), number(size.step_ms), number(size.speedup))
         for size in results.tree.chosen
     )
     note = (
@@ -215,7 +233,7 @@ def _tree(results: Results) -> list[str]:
         "by which a size is chosen, without prefill; the tables above are measured."
     )
     title = "nodes|tokens per step|step, ms|estimated speed-up"
-    return ["## Size of the tree", _table(title, rows), note]
+    return ["## Size of the tree", table(title, rows), note]
 
 
 def _kinds(results: Results) -> str:
@@ -224,11 +242,11 @@ def _kinds(results: Results) -> str:
         (
             kind,
             plain.prompts,
-            *(_number(method.speedup_by_kind[kind].speedup) for _, method in methods),
+            *(number(method.speedup_by_kind[kind].speedup) for _, method in methods),
         )
         for kind, plain in results.methods.plain.speedup_by_kind.items()
     )
-    return _table("|".join(["kind", "prompts", *(name for name, _ in methods)]), rows)
+    return table("|".join(["kind", "prompts", *(name for name, _ in methods)]), rows)
 
 
 def _exactness(results: Results) -> str:
@@ -272,28 +290,3 @@ def _plain_text(value: JsonValue) -> str:
     if isinstance(value, list):
         return ", ".join(_plain_text(each) for each in value) or "none"
     return "not known" if value is None else str(value)
-
-
-def _table(title: str, rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; the title has its columns parted by `|`."""
-    columns = title.split("|")
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "not known" if value is None else f"{value:,.{digits}f}"
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.1f}"
-
-
-def _with_interval(value: float, interval: tuple[float, float]) -> str:
-    """Value and interval, with as many digits as it takes to see on which side of 1 they lie."""
-    digits = 2
-    while digits < 5 and any(end != 1 and round(end, digits) == 1 for end in interval):
-        digits += 1
-    low, high = (f"{end:.{digits}f}" for end in interval)
-    return f"{value:.{digits}f} [{low}, {high}]"

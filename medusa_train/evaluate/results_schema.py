@@ -47,11 +47,23 @@ class DraftInfo(AddedWeights):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BackboneChange(_Record):
+    """What Medusa-2 did to the backbone, on held-out answers of the original one."""
+
+    perplexity_before: float
+    perplexity: float
+    kl: float
+    agreement_before: float
+    agreement: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class HeadsInfo(AddedWeights):
     """The Medusa heads; accuracies are one per head, on held-out rows."""
 
     top1: list[float]
     top5: list[float]
+    backbone_change: BackboneChange | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

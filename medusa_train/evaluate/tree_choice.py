@@ -17,7 +17,7 @@ from medusa_train.evaluate.describe import (
     count_parameters,
     heads_architecture,
 )
-from medusa_train.evaluate.results_schema import HeadsInfo, TreeInfo, TreeSize
+from medusa_train.evaluate.results_schema import BackboneChange, HeadsInfo, TreeInfo, TreeSize
 from medusa_train.evaluate.speed import step_seconds
 from medusa_train.model.backbone import Backbone
 from medusa_train.model.heads import MedusaHeads
@@ -63,6 +63,7 @@ def choose_tree(
     max_rank = min(settings.max_rank, heads.shape.head_vocab_size)
     guesses = min(max(max_rank, 5), heads.shape.head_vocab_size)
     ranks = rank_rows(rows, source, heads, backbone, guesses=guesses)
+    changed = trained.summary.get("backbone")
     soft = getattr(config, trained.stage).soft_targets
     targets = f" ({'soft' if soft else 'hard'} targets)"
     info = HeadsInfo(
@@ -72,7 +73,8 @@ def choose_tree(
         top1=head_accuracy(ranks, 1),
         top5=head_accuracy(ranks, 5),
         training_tokens=trained.summary["tokens"] + trained.summary.get("tokens_before", 0),
-        training_seconds=trained.summary["seconds"],
+        training_seconds=trained.summary["seconds"] + trained.summary.get("seconds_before", 0),
+        backbone_change=BackboneChange(**changed) if changed else None,
     )
     if settings.tree == "auto":
         grown = grow(count_paths(ranks, max_rank=max_rank), max(settings.tree_sizes))

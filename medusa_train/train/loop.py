@@ -219,10 +219,7 @@ class Fit:
         self.sink.log(logged, self.state.step)
 
     def _evaluate(self) -> bool:
-        """Measure the held-out rows; whether the score is the best so far.
-
-        The one before any update is what others must beat, and is never saved: it took no work.
-        """
+        """Measure the held-out rows; whether the score is the best so far, after any update."""
         measured = measure(
             self.objective,
             self.engine,
@@ -241,7 +238,7 @@ class Fit:
                 f"step {state.step}: the loss on the held-out rows is not finite. Lower "
                 "optim.lr, or use optim.compute_dtype=float32"
             )
-        is_best = score > state.best_score
+        is_best = state.step > 0 and score > state.best_score
         if is_best:
             state.best_step, state.best_score = state.step, score
         return is_best

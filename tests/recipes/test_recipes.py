@@ -22,7 +22,7 @@ SMALL = (
     "distill.batch_size=4",
     *(
         f"{stage}.optim.{setting}"
-        for stage in ("medusa1", "draft")
+        for stage in ("medusa1", "medusa2", "draft")
         for setting in ("max_steps=2", "batch_size=2", "micro_batch_size=1", "epochs=2")
     ),
     "draft.num_layers=1",
@@ -32,6 +32,10 @@ SMALL = (
     "evaluate.latency_repeats=5",
     "evaluate.bootstrap_samples=100",
 )
+
+
+# A recipe that goes on from the result of another one
+BUILDS_ON = {"quickstart_medusa2": "quickstart"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,13 +60,14 @@ def test_a_recipe_composes_and_is_valid(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_runs_all_its_stages_for_two_steps(name, tmp_path):
-    done = run_here(tmp_path, f"+recipe={name}", *SMALL)
+    for recipe in (BUILDS_ON.get(name, name), name):
+        done = run_here(tmp_path, f"+recipe={recipe}", *SMALL)
+        assert done.status == 0, done.err
 
-    assert done.status == 0, done.err
     stages = load(f"+recipe={name}").stages
     run = tmp_path / "outputs" / name
     assert {manifest(run / stage)["status"] for stage in stages} == {"done"}
-    for stage in {"medusa1", "draft"} & set(stages):
+    for stage in {"medusa1", "medusa2", "draft"} & set(stages):
         assert manifest(run / stage)["summary"]["steps"] == 2
 
 

@@ -19,11 +19,12 @@ ALL = ["distill", "medusa1", "draft", "evaluate"]
 
 
 class Calls:
-    """Which stages were run, with their keyword arguments, and what each does when it is."""
+    """Which stages were run, with their arguments, and what each does when it is."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
         self.given: dict[str, dict[str, Any]] = {}
+        self.positional: dict[str, tuple[Any, ...]] = {}
         self.act: dict[str, Callable[[Path], None]] = {}
 
     def stage(self, name: str, place: int):
@@ -31,7 +32,7 @@ class Calls:
 
         def stand_in(*given: Any, **named: Any) -> dict[str, Any]:
             self.names.append(name)
-            self.given[name] = named
+            self.given[name], self.positional[name] = named, given
             folder = given[place].folder
             (folder / "work").write_text(name)
             self.act.get(name, lambda _: None)(folder)
@@ -45,9 +46,10 @@ def calls(monkeypatch) -> Calls:
     found = Calls()
     monkeypatch.setattr(pipeline, "distill", found.stage("distill", 1))
     monkeypatch.setattr(pipeline, "train_medusa1", found.stage("medusa1", 1))
+    monkeypatch.setattr(pipeline, "train_medusa2", found.stage("medusa2", 1))
     monkeypatch.setattr(pipeline, "train_draft", found.stage("draft", 1))
     monkeypatch.setattr(pipeline, "evaluate", found.stage("evaluate", 1))
-    monkeypatch.setattr(pipeline, "load_backbone", lambda _: "a backbone")
+    monkeypatch.setattr(pipeline, "load_backbone", lambda model: f"backbone {model.name}")
     return found
 
 
@@ -113,6 +115,27 @@ def test_a_draft_model_is_not_needed(tmp_path, calls):
     run_stages(smoke("stages=[distill,medusa1,evaluate]"), tmp_path)
 
     assert calls.given["evaluate"]["draft"] is None
+
+
+def test_what_medusa2_has_made_is_evaluated_with_its_own_backbone(tmp_path, calls):
+    run_stages(smoke("stages=[distill,medusa1,medusa2,draft,evaluate]"), tmp_path)
+
+    assert calls.names == ["distill", "medusa1", "medusa2", "draft", "evaluate"]
+    start, backbone = calls.positional["medusa2"][3:5]
+    assert start.folder == tmp_path / "medusa1" / "heads"
+    assert backbone == "backbone random:llama"
+    assert calls.given["evaluate"]["heads"].stage == "medusa2"
+    assert calls.given["evaluate"]["heads"].folder == tmp_path / "medusa2" / "heads"
+    merged = tmp_path / "medusa2" / "model"
+    assert calls.positional["evaluate"][2] == f"backbone {merged}"
+
+
+def test_medusa2_from_fresh_heads_needs_no_medusa1(tmp_path, calls):
+    run_stages(smoke("stages=[distill,medusa2]", "medusa2.start=fresh"), tmp_path)
+
+    assert calls.positional["medusa2"][3] is None
+    with pytest.raises(CheckpointError, match="medusa2 needs the stage medusa1"):
+        run_stages(smoke("stages=[distill,medusa2]"), tmp_path / "other")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from medusa_train.decode.generation import Generation
 from medusa_train.evaluate.report import render_report, verdict, write_report
 from medusa_train.evaluate.results import build_results
 from medusa_train.evaluate.results_schema import (
+    BackboneChange,
     DraftInfo,
     HeadsInfo,
     ModelInfo,
@@ -190,6 +191,19 @@ def test_every_table_has_its_rows():
     assert "| 8 | 2.25 | 31.40 | 1.72 |" in text
     assert "| code | 8 | 1.25 | 2.00 |" in text
     assert "| write | 4 | 1.25 | 2.00 |" in text
+
+
+def test_a_trained_backbone_is_reported_and_a_frozen_one_is_not_spoken_of():
+    frozen = base()
+    assert "What became of the backbone" not in render_report(frozen)
+    change = BackboneChange(
+        perplexity_before=1.6, perplexity=1.64, kl=0.0123, agreement_before=1.0, agreement=0.957
+    )
+    joint = replace(frozen, heads=replace(frozen.heads, backbone_change=change))
+    text = render_report(joint)
+    assert "its perplexity is 1.640, where the original has 1.600 (+2.5%)" in text
+    assert "0.0123 nats (KL)" in text
+    assert "at 95.7% of the positions (the original: 100.0%)" in text
 
 
 def test_tables_have_as_many_cells_as_columns():

@@ -148,11 +148,11 @@ def saves(fit) -> list[tuple[int, bool]]:
 
 def test_what_beats_all_before_it_is_saved_as_the_best(tmp_path):
     fit = make_fit(tmp_path, epochs=3, eval_every=1, save_every=100)
-    scores = iter([1.5, 1.2, 1.6, 1.6, 1.9, 1.1, 1.4])
+    scores = iter([9.9, 1.2, 1.6, 1.6, 1.9, 1.1, 1.4])  # the first is before any update
     fit.objective.score = lambda measured: next(scores)
     found = saves(fit)
     state = fit.run()
-    assert found == [(2, True), (4, True), (6, False)]
+    assert found == [(1, True), (2, True), (4, True), (6, False)]
     assert (state.best_step, state.best_score) == (4, 1.9)
 
 

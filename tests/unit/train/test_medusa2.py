@@ -1,5 +1,6 @@
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from medusa_train.train.medusa1 import train_medusa1
 from medusa_train.train.medusa2 import train_medusa2
 
 CPU = torch.device("cpu")
+PARTS = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
 
 
 def gather(module):
@@ -120,14 +122,15 @@ def test_the_adapter_folder_is_what_peft_reads(tmp_path):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
 
 
-def test_every_linear_layer_has_a_lora_and_the_lm_head_if_asked():
-    for lm_head in (True, False):
-        lora = make_settings().lora
-        lora = type(lora)(rank=2, alpha=4.0, dropout=0.0, lm_head=lm_head)
-        student = Student(make_backbone(), lora, seed=0)
-        trained = {n.split(".lora_")[0] for n, p in student.named_parameters() if p.requires_grad}
-        assert len(trained) == 2 * 7 + lm_head
-        assert any(name.startswith("lm_head") for name in trained) == lm_head
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [({}, {0, 1, "lm_head"}), ({"lm_head": False}, {0, 1}), ({"last_layers": 1}, {1, "lm_head"})],
+)
+def test_every_linear_layer_that_is_asked_for_has_a_lora(changes, layers):
+    student = Student(make_backbone(), replace(make_settings().lora, **changes), seed=0)
+    trained = {n.split(".lora_")[0] for n, p in student.named_parameters() if p.requires_grad}
+    expected = {f"decoder.layers.{i}.{part}" for i in layers - {"lm_head"} for part in PARTS}
+    assert trained == expected | ({"lm_head.layer"} if "lm_head" in layers else set())
 
 
 def test_a_capped_model_is_refused_by_name():
@@ -170,7 +173,7 @@ def test_other_heads_than_configured_are_refused_by_name(tmp_path):
     config = make_config()
     rows, backbone = write_rows(tmp_path / "distill"), make_backbone()
     train_medusa1(config, make_stage(tmp_path), rows, backbone, ALONE)
-    start = Trained(stage="medusa1", folder=tmp_path / "medusa1/heads", summary={"tokens": 1})
+    start = Trained(stage="medusa1", folder=tmp_path / "medusa1/heads", summary={"tokens": 1, "seconds": 1.0})
     other = make_config("heads.num_heads=2")
     with pytest.raises(ConfigError, match=r"num_heads=3, but heads\.num_heads=2"):
         train_medusa2(other, make_stage(tmp_path, "medusa2"), rows, start, backbone, ALONE)
