@@ -8,12 +8,13 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from medusa_train.config.training import DeepSpeedConfig, OptimConfig
 from medusa_train.errors import ConfigError
 
 AUTO = "auto"
+Section = dict[str, Any]
 
 _KINDS = {
     bool: "true or false",
@@ -168,20 +169,21 @@ def _shown(value: Any) -> str:
 
 def _at(file: Any, key: str, default: Any) -> Any:
     """The value under a dotted key; what stands in the place of a section is given as it is."""
-    value = file
+    value: Any = file
     for part in key.split("."):
         if not isinstance(value, dict):
             return value
-        if part not in value:
+        section = cast(Section, value)
+        if part not in section:
             return default
-        value = value[part]
+        value = section[part]
     return value
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Every value that is not `auto`, with its dotted key."""
     if isinstance(value, dict):
-        for name, inner in value.items():
+        for name, inner in cast(Section, value).items():
             yield from _leaves(inner, f"{key}.{name}")
     elif value != AUTO:
         yield key, value
@@ -189,13 +191,14 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def _without_auto(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_auto(inner) for name, inner in value.items() if inner != AUTO}
+        section = cast(Section, value)
+        return {name: _without_auto(inner) for name, inner in section.items() if inner != AUTO}
     return copy.deepcopy(value)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_key_twice)
+        found: Any = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_key_twice)
     except OSError as error:
         raise ConfigError(
             f"deepspeed.config={path} cannot be read ({error.strerror}): give the path of a "
@@ -205,7 +208,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"deepspeed.config={path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"deepspeed.config={path} holds {_shown(found)}, expected a section")
-    return found
+    return cast(Section, found)
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
