@@ -18,7 +18,7 @@ from pathlib import Path
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is imported
 
 import torch
-from bench import decode, distill, train
+from bench import decode, distill, growth, train
 from bench.case import DEFAULT_MODEL, Case, build_case
 from bench.rows import Row
 from rich.console import Console
@@ -29,6 +29,7 @@ from medusa_train.errors import MedusaError
 BENCHMARKS: dict[str, Callable[[Case], list[Row]]] = {
     "decode": decode.run,
     "train": train.run,
+    "growth": growth.run,
     "distill": distill.run,
 }
 LEAST_REPEATS = 5

@@ -123,18 +123,28 @@ def _speed_row(case: Case, lm_head: str, *, positions: int, suffix: str) -> Row:
     return compare(name, figures["ours"], figures["stacked"], unit="tokens/s")
 
 
-def build_training(case: Case, lm_head: str, *, num_heads: int, positions: int) -> Training:
-    """Untrained heads on the backbone's LM head, their gradients allocated."""
+def build_training(
+    case: Case, lm_head: str, *, num_heads: int, positions: int, vocab_size: int | None = None
+) -> Training:
+    """Untrained heads on the backbone's LM head, their gradients allocated.
+
+    Args:
+        case: the backbone.
+        lm_head: `own` or `shared`.
+        num_heads: K.
+        positions: P.
+        vocab_size: V, at most the backbone's: its first rows; None for all.
+    """
     backbone = case.backbone
     dtype = choose_dtype(case.config.medusa1.optim.compute_dtype, backbone.device)
-    weight: Tensor = backbone.lm_head.weight.detach()  # pyright: ignore
+    weight: Tensor = backbone.lm_head.weight.detach()[:vocab_size]  # pyright: ignore
     shape = HeadsShape(
         num_heads=num_heads,
         num_layers=1,
         lm_head=lm_head,  # pyright: ignore
         hidden_size=backbone.hidden_size,
-        vocab_size=backbone.vocab_size,
-        head_vocab_size=backbone.vocab_size,
+        vocab_size=len(weight),
+        head_vocab_size=len(weight),
     )
     heads = MedusaHeads(shape)
     heads.copy_lm_head(weight)
@@ -148,7 +158,7 @@ def build_training(case: Case, lm_head: str, *, num_heads: int, positions: int) 
     training = Training(
         engine=TorchEngine(objective, case.config.medusa1.optim),
         objective=objective,
-        batch=_batch(case, num_heads, positions),
+        batch=_batch(case, num_heads, positions, len(weight)),
         shared=weight if lm_head == "shared" else None,
         dtype=dtype,
     )
@@ -157,13 +167,11 @@ def build_training(case: Case, lm_head: str, *, num_heads: int, positions: int) 
     return training
 
 
-def _batch(case: Case, num_heads: int, positions: int) -> HeadBatch:
+def _batch(case: Case, num_heads: int, positions: int, vocab_size: int) -> HeadBatch:
     """Random hidden states and targets, every position taught: what they are costs the same."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn((positions, case.backbone.hidden_size), generator=generator)
-    targets = torch.randint(
-        0, case.backbone.vocab_size, (num_heads, positions), generator=generator
-    )
+    targets = torch.randint(0, vocab_size, (num_heads, positions), generator=generator)
     hidden = hidden.to(device=case.backbone.device, dtype=case.backbone.dtype)
     targets = targets.to(case.backbone.device)
     return HeadBatch(

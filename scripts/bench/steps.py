@@ -28,8 +28,8 @@ from medusa_train.model.backbone import choose_dtype
 from medusa_train.model.heads import HeadsShape, MedusaHeads
 from medusa_train.model.student import Student
 from medusa_train.model.vocabulary import choose_token_map
+from medusa_train.train.joint import Medusa2Objective
 from medusa_train.train.medusa1 import Medusa1Objective
-from medusa_train.train.medusa2 import Medusa2Objective
 from medusa_train.train.objective import Objective
 from medusa_train.train.run import make_teacher
 from medusa_train.train.torch_engine import TorchEngine

@@ -31,6 +31,15 @@ NAMES = {
         "medusa2_vs_stacked",
     ],
     "distill": ["distill_tokens_per_s"],
+    "growth": [
+        f"growth_{what}_k{heads}_v{vocabulary}_p{positions}"
+        for heads, vocabulary, positions in (
+            *((heads, 80, 16) for heads in (1, 2, 4, 8)),
+            *((4, vocabulary, 16) for vocabulary in (160, 320)),
+            *((4, 80, positions) for positions in (8, 32, 64)),
+        )
+        for what in ("memory", "time")
+    ],
 }
 
 
