@@ -12,6 +12,7 @@ from medusa_train.config.schema import Config
 from medusa_train.config.training import OptimConfig
 from medusa_train.data.prompts import prompts_by_split
 from medusa_train.distill.run import distill
+from medusa_train.errors import CheckpointError
 from medusa_train.evaluate.run import evaluate
 from medusa_train.model.backbone import Backbone, choose_device, load_backbone
 from medusa_train.parallel import World, current_world
@@ -38,9 +39,16 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "evaluate": ("distill", "medusa1", "medusa2", "draft"),
 }
 
-# What decides only how often something is shown or saved does not make another run
-_CADENCE = ("log_every", "eval_every", "save_every", "save_minutes", "keep_checkpoints")
-_PLACE = ("device", "device_map")
+# What decides only how often something is shown or saved, or how many rows lie in memory at once,
+# does not make another run
+_CADENCE = (
+    "log_every",
+    "save_every",
+    "save_minutes",
+    "keep_checkpoints",
+    "micro_batch_size",
+)
+_PLACE = ("device", "device_map", "compile")
 
 
 def run_stages(config: Config, run_dir: Path) -> None:
@@ -111,6 +119,8 @@ class Run:
     def check_inputs(self) -> None:
         """Refuse finished stages of other settings, or under `paths` of another model."""
         needed = {need for name in self.config.stages for need in _NEEDS[name]}
+        if self.config.medusa2.start == "fresh" and "evaluate" not in self.config.stages:
+            needed.discard("medusa1")
         for name in sorted(needed - set(self.config.stages)):
             manifest = read_manifest(self.folder(name))
             if manifest is None:
@@ -175,6 +185,11 @@ class Run:
         """The backbone that medusa2 has left."""
         self.__dict__.pop("backbone", None)
         folder = self.folder("medusa2") / MERGED_FOLDER
+        if not folder.exists():
+            raise CheckpointError(
+                f"evaluate measures the merged backbone of medusa2, and {folder.parent} has none: "
+                "run medusa2 with medusa2.merge=true"
+            )
         log.info("loading %s", folder)
         return load_backbone(replace(self.config.model, name=str(folder), revision=None))
 
@@ -236,7 +251,7 @@ class Run:
 
 
 def _training(section: Any) -> dict[str, Any]:
-    """A training section without what only decides how often something is shown or saved."""
+    """A training section without what does not make another run."""
     optim: OptimConfig = section.optim
     return {**asdict(section), "optim": _without(asdict(optim), _CADENCE)}
 

@@ -125,7 +125,7 @@ def transformers_greedy(
 ) -> list[int]:
     """What `transformers.generate` answers; padding rows of the LM head are held back."""
     padding = list(range(backbone.valid_ids, backbone.vocab_size))
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=backbone.device)
     answer = backbone.model.generate(  # pyright: ignore
         ids,
         attention_mask=torch.ones_like(ids),  # else prompt tokens like the padding are hidden
@@ -181,7 +181,7 @@ class OracleHeads:
         """Know the whole text; `ranks` [T, K] says where head k puts token t + k + 2."""
         self._text, self._ranks = list(text), ranks
         self._vocab, self._valid = backbone.vocab_size, backbone.valid_ids
-        ids = torch.tensor([self._text])
+        ids = torch.tensor([self._text], device=backbone.device)
         with torch.no_grad():
             self._states = backbone.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool))[0]
 
@@ -199,7 +199,7 @@ class OracleHeads:
         order.insert(int(self._ranks[place, k]), truth)
         logits = torch.full((1, self._vocab), 1e9)  # padding comes first unless it is cut off
         logits[0, order] = -torch.arange(self._valid, dtype=torch.float32)
-        return logits
+        return logits.to(hidden.device)
 
 
 def mixed_ranks(length: int, *, seed: int = 1) -> Tensor:

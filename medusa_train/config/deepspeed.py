@@ -14,6 +14,9 @@ from medusa_train.config.training import DeepSpeedConfig, OptimConfig
 from medusa_train.errors import ConfigError
 
 AUTO = "auto"
+
+# Numbers in a tensor up to which ZeRO-3 keeps it whole: biases, never a block's or LM head's matrix
+KEPT_WHOLE = 10_000
 Section = dict[str, Any]
 
 _KINDS = {
@@ -63,8 +66,7 @@ def deepspeed_settings(
 def _own(config: DeepSpeedConfig) -> dict[str, Any]:
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
-        # Small biases are kept whole; a block's or LM head's matrix never is
-        "stage3_param_persistence_threshold": 10_000,
+        "stage3_param_persistence_threshold": KEPT_WHOLE,
     }
     if config.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -98,7 +100,7 @@ def _conflicts(file: dict[str, Any], run: Mapping[str, Any], optim: OptimConfig)
     }
     for key, expected in run.items():
         yield from _differs(file, key, expected, f"the run's is {sources[key]}")
-    for section in ("fp16", "bf16", "torch_autocast", "amp"):
+    for section in ("fp16", "bf16", "bfloat16", "torch_autocast", "amp"):
         yield from _differs(file, f"{section}.enabled", False, _IN_FLOAT32)
     yield from _optimizer_conflicts(file, optim)
     for key, _ in _leaves(file.get("scheduler", AUTO), "scheduler"):
@@ -122,6 +124,12 @@ def _optimizer_conflicts(file: dict[str, Any], optim: OptimConfig) -> Iterator[s
 
 
 def _zero_conflicts(file: dict[str, Any]) -> Iterator[str]:
+    zero = file.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        yield f"zero_optimization: {_shown(zero)} in the file, expected a section with a stage"
+        return
+    if zero.get("compute_grad_norm", True) is not True:
+        yield "zero_optimization.compute_grad_norm: it guards against a bad gradient: remove it"
     stage = _at(file, "zero_optimization.stage", None)
     if type(stage) is not int or stage not in (1, 2, 3):
         yield (

@@ -47,6 +47,7 @@ class ModelConfig:
     attention: Literal["sdpa", "eager"]
     device: str
     device_map: str | None
+    compile: bool
     trust_remote_code: bool
 
     def __post_init__(self) -> None:
@@ -263,9 +264,18 @@ class Config:
             ),
             (
                 not {"medusa2", "evaluate"} <= set(self.stages) or self.medusa2.merge,
-                "evaluate measures the merged backbone of medusa2: use medusa2.merge=true",
+                "evaluate measures the merged backbone of medusa2: use medusa2.merge=true, or leave "
+                "evaluate out of stages",
             ),
             *self._quantization_checks(),
+            (
+                not self.model.compile
+                or "medusa2" not in self.stages
+                or self.deepspeed.zero_stage != 3
+                or self.deepspeed.engine == "torch",
+                "model.compile=true cannot see through weights that are shared among processes: "
+                "use deepspeed=zero2 for medusa2, or model.compile=false",
+            ),
             (self.run_name.strip() != "", "run_name is empty"),
             (0 <= self.seed < 2**31, f"seed must be from 0 to 2**31 - 1, got {self.seed}"),
             *_tree_checks(tree, self.heads.vocab_size),

@@ -166,6 +166,11 @@ class Medusa2Config:
                 f"keep_near={self.keep_near} is for base_loss=cross_entropy; self_distill alone "
                 "already keeps the backbone near the original: use keep_near=0",
             ),
+            (
+                self.merge or self.backbone == "lora",
+                "merge=false with backbone=full would throw the trained backbone away; "
+                "use merge=true",
+            ),
             (self.heads_weight > 0, f"heads_weight must be above 0, got {self.heads_weight}"),
             (self.head_weight > 0, f"head_weight must be above 0, got {self.head_weight}"),
             (self.heads_lr_factor > 0, f"heads_lr_factor must be above 0: {self.heads_lr_factor}"),

@@ -198,7 +198,8 @@ def _backbone(results: Results) -> list[str]:
         f"{change.perplexity:.3f}, where the original has {change.perplexity_before:.3f} "
         f"({factor:+.1%}); its distribution lies {change.kl:.4f} nats (KL) from the original's in "
         f"the mean; and its best token is the answer's own at {change.agreement:.1%} of the "
-        f"positions (the original: {change.agreement_before:.1%}).",
+        f"positions (the original: {change.agreement_before:.1%}). All of that was measured before "
+        f"the changes were rounded to the {results.model.dtype} of the model that is used here.",
     ]
 
 

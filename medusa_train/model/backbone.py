@@ -21,7 +21,9 @@ from transformers import (
 
 from medusa_train.config.schema import ModelConfig
 from medusa_train.errors import ConfigError, ModelError
+from medusa_train.model.compiled import compiled_rows, refuse_compile
 from medusa_train.model.language_model import LanguageModel, check_head, check_positions
+from medusa_train.model.packed import plain_twin
 from medusa_train.model.quantization import (
     check_whole_head,
     keep_differentiable,
@@ -64,8 +66,15 @@ class Backbone(LanguageModel):
         self.tokenizer = tokenizer
         self.name = name
         self.end_ids = _end_ids(model, tokenizer)
+        self.compiles = False
         check_head(model, self, name)
         check_positions(self, name)
+
+    def compile(self) -> None:
+        """Let `hidden_states` run a compiled decoder, which is made at its first call."""
+        self.compiles = True
+        # Not the fast twin: the compiler cannot see into rearranged weights
+        self._rows_decoder = compiled_rows(plain_twin(self.decoder))
 
     def encode_prompt(self, text: str, system: str | None) -> list[int]:
         """Token ids of one user turn, ready for the answer to begin.
@@ -106,6 +115,8 @@ def load_backbone(config: ModelConfig) -> Backbone:
     """
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
+    if config.compile:
+        refuse_compile(device)
     if config.name == "random:llama":
         model, tokenizer = tiny_llama()
         model = model.to(dtype)  # pyright: ignore
@@ -113,7 +124,10 @@ def load_backbone(config: ModelConfig) -> Backbone:
         model, tokenizer = _load(config, dtype, device)
     if config.device_map is None and config.quantization is None:
         model = model.to(device)  # pyright: ignore
-    return Backbone(model, tokenizer, name=config.name)
+    backbone = Backbone(model, tokenizer, name=config.name)
+    if config.compile:
+        backbone.compile()
+    return backbone
 
 
 def _load(

@@ -5,6 +5,7 @@ Tested on the version in constraints.txt; written after the sources of 5.17, whe
 
 import inspect
 from functools import cache
+from typing import Any
 
 from torch import nn
 
@@ -17,3 +18,13 @@ def cache_argument(model_class: type[nn.Module]) -> str:
     """
     parameters = inspect.signature(model_class.forward).parameters
     return "cache" if "cache" in parameters else "past_key_values"
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Keep only each layer's input for backward and compute the rest again.
+
+    Not the re-entrant kind, which gives what follows a frozen layer no gradient. The method was
+    `gradient_checkpointing_enable` and is being renamed.
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})

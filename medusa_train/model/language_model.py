@@ -3,6 +3,7 @@
 Legend: B rows, T tokens, P positions, V vocabulary, D hidden size.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class LanguageModel:
         self.hidden_size = int(self.config.hidden_size)
         self._decoder, self._lm_head = fast_twin(decoder), fast_twin(lm_head)
         use_grouped_attention(self._decoder)  # pyright: ignore
+        self._rows_decoder: Callable[..., Any] = self._decoder
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._cache_argument = cache_argument(type(decoder))
 
@@ -83,7 +85,7 @@ class LanguageModel:
     def hidden_states(self, ids: Tensor, attend: Tensor) -> Tensor:
         """Final-norm hidden states of right-padded rows, without a cache, [B, T] -> [B, T, D]."""
         attention_mask = None if bool(attend.all()) else attend
-        return self._decoder(
+        return self._rows_decoder(
             input_ids=ids, attention_mask=attention_mask, use_cache=False
         ).last_hidden_state
 

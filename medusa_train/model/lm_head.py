@@ -5,6 +5,7 @@ The loss is asked of the module itself, so that under ZeRO-3 its sharded weights
 Legend: P positions, V vocabulary, D hidden size, R rank of a LoRA.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_train.ops.loss import SoftTargets, linear_cross_entropy
+
+# Logits at some of the positions that were prepared for, from whole weights: [p] -> [p, V]
+LogitsAt = Callable[[Tensor], Tensor]
 
 
 class LmHead(nn.Linear):
@@ -34,6 +38,10 @@ class LmHead(nn.Linear):
         return linear_cross_entropy(
             hidden, self.weight, targets, soft=soft, compute_dtype=compute_dtype
         )
+
+    def prepared(self, hidden: Tensor) -> LogitsAt:
+        """Logits of [P, D], asked for in parts while the weights are whole."""
+        return lambda at: F.linear(hidden[at].to(self.weight.dtype), self.weight)
 
 
 class LoraLmHead(nn.Module):
@@ -62,11 +70,9 @@ class LoraLmHead(nn.Module):
         compute_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Logits, [..., D] -> [..., V]; with `targets` [P] the summed loss of [P, D]."""
-        down, up = self._low_rank(hidden)
         if targets is None:
-            dtype = self._frozen.dtype if compute_dtype is None else compute_dtype
-            frozen = F.linear(hidden.to(dtype), self._frozen.to(dtype))
-            return frozen.float() + F.linear(down.to(dtype), up.to(dtype)).float()
+            return self.prepared(hidden.flatten(0, -2))(slice(None)).unflatten(0, hidden.shape[:-1])
+        down, up = self._low_rank(hidden)
         return linear_cross_entropy(
             hidden,
             self._frozen,
@@ -75,6 +81,16 @@ class LoraLmHead(nn.Module):
             soft=soft,
             compute_dtype=compute_dtype,
         )
+
+    def prepared(self, hidden: Tensor) -> LogitsAt:
+        """Logits of [P, D], asked for in parts; the LoRA is made once."""
+        (down, up), dtype = self._low_rank(hidden), self._frozen.dtype
+
+        def logits(at: Any) -> Tensor:
+            frozen = F.linear(hidden[at].to(dtype), self._frozen)
+            return frozen.float() + F.linear(down[at], up).float()
+
+        return logits
 
     def _low_rank(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """What `linear_cross_entropy` takes as such, [..., R] and [V, R].

@@ -58,15 +58,20 @@ def fast_twin(module: nn.Module) -> nn.Module:
     """
     if _is_plain(module):
         return fast_linear(module.weight, module.bias)
-    # A quantised layer keeps more than tensors, so it is shared as a whole
-    layers = [m for m in module.modules() if isinstance(m, nn.Linear) and not _is_plain(m)]
-    shared = [*module.parameters(), *module.buffers(), *layers]
-    twin = copy.deepcopy(module, {id(part): part for part in shared})
+    twin = plain_twin(module)
     for parent in list(twin.modules()):
         for name, child in parent.named_children():
             if _is_plain(child) and can_pack(child.weight):
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
     return twin
+
+
+def plain_twin(module: nn.Module) -> nn.Module:
+    """The same module, of modules of its own around shared tensors."""
+    # A quantised layer keeps more than tensors, so it is shared as a whole
+    layers = [m for m in module.modules() if isinstance(m, nn.Linear) and not _is_plain(m)]
+    shared = [*module.parameters(), *module.buffers(), *layers]
+    return copy.deepcopy(module, {id(part): part for part in shared})
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -11,14 +11,18 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.helpers import disable_input_dtype_casting
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from medusa_train.config.training import LoraSettings
-from medusa_train.errors import ConfigError
+from medusa_train.errors import ConfigError, ModelError
 from medusa_train.model.backbone import Backbone, quiet_transformers
+from medusa_train.model.compat import checkpoint_activations
+from medusa_train.model.compiled import compiled_rows
 from medusa_train.model.lm_head import LmHead, LoraLmHead
 from medusa_train.track.manifest import replace_folder
 
@@ -57,6 +61,7 @@ class Student(nn.Module):
                 torch.manual_seed(seed)
                 self._peft = (_with_lora(backbone, lora),)
             model = self._peft[0].get_base_model()
+        _without_dropout(model)
         self._model = (model,)
         self.decoder = model.get_decoder()
         head = model.get_output_embeddings()
@@ -65,6 +70,7 @@ class Student(nn.Module):
         else:
             self.lm_head = LmHead(head.weight.shape[1], head.weight.shape[0])
             self.lm_head.weight = head.weight  # where tied, still the embeddings' own
+        self._compiled = compiled_rows(self.decoder) if backbone.compiles else None
 
     def hidden_states(self, ids: Tensor, attend: Tensor) -> Tensor:
         """Final-norm hidden states of right-padded rows, [B, T] -> [B, T, D].
@@ -73,9 +79,12 @@ class Student(nn.Module):
         """
         self.train(torch.is_grad_enabled())
         attention_mask = None if bool(attend.all()) else attend
-        return self.decoder(
-            input_ids=ids, attention_mask=attention_mask, use_cache=False
-        ).last_hidden_state
+        # Autocast makes the products' dtype; peft would make float32 of every input before it
+        automatic = torch.is_autocast_enabled(ids.device.type)
+        with disable_input_dtype_casting(self.decoder, active=automatic):
+            return (self._compiled or self.decoder)(
+                input_ids=ids, attention_mask=attention_mask, use_cache=False
+            ).last_hidden_state
 
     def original_states(self, ids: Tensor, attend: Tensor, *, dtype: torch.dtype) -> Tensor:
         """Final-norm hidden states with the LoRA off: those of the original model.
@@ -91,11 +100,8 @@ class Student(nn.Module):
             return self.hidden_states(ids, attend)
 
     def checkpoint_gradients(self) -> None:
-        """Keep only each layer's input for backward and compute the rest again.
-
-        Not the re-entrant kind, which gives a frozen layer's followers no gradient.
-        """
-        self._model[0].gradient_checkpointing_enable({"use_reentrant": False})
+        """Less memory for a second forward of each layer."""
+        checkpoint_activations(self._model[0])
 
     def save_adapter(self, folder: Path) -> None:
         """The LoRA as peft writes and reads it."""
@@ -117,7 +123,7 @@ class Student(nn.Module):
         for name, tensor in model.state_dict().items():
             owner = next((n for n in layers if name.startswith(f"{n}.")), None)
             if owner is None:
-                state[name] = tensor.to(self.dtype)
+                state[name] = tensor.to(self.dtype) if tensor.is_floating_point() else tensor
             elif name == f"{owner}.base_layer.weight":
                 layer: Any = layers[owner]
                 changed = tensor.float() + layer.get_delta_weight(_ADAPTER).float()
@@ -127,12 +133,15 @@ class Student(nn.Module):
         return state
 
     def save_merged(self, folder: Path, tokenizer: Any) -> None:
-        """An ordinary model folder with the LoRA added in; it appears whole.
+        """An ordinary model folder with the LoRA added in; it appears whole, after it was read back.
 
         Where a LoRA has changed the LM head of a model with tied embeddings, the saved model has
         an LM head of its own.
+
+        Raises:
+            ModelError: if a weight is not finite, or what is read back differs.
         """
-        (model,) = self._model
+        (model,), state = self._model, self.merged_state()
         config = copy.deepcopy(model.config)
         if isinstance(self.lm_head, LoraLmHead):
             config.tie_word_embeddings = False
@@ -141,32 +150,66 @@ class Student(nn.Module):
         with quiet_transformers():
             with torch.device("meta"):
                 plain = AutoModelForCausalLM.from_config(config, dtype=self.dtype)
-            plain.load_state_dict(self.merged_state(), assign=True)
+            plain.load_state_dict(state, assign=True)
             plain.generation_config = model.generation_config
             plain.save_pretrained(part)
             tokenizer.save_pretrained(part)
+        _check_merged(part, state)
         replace_folder(part, folder)
 
 
 def _with_lora(backbone: Backbone, lora: LoraSettings) -> PeftModel:
-    """The backbone wrapped by peft, its LoRA in float32 on every linear layer."""
+    """The backbone wrapped by peft, its LoRA in float32 on every linear layer that is asked for."""
     model: Any = backbone.model
-    decoder = model.get_decoder()
-    linear = {
-        name.rpartition(".")[2]
-        for name, module in decoder.named_modules()
+    head, decoder = model.get_output_embeddings(), model.get_decoder()
+    layers = _layers(decoder)
+    trained = {
+        id(module)
+        for layer in layers[-(lora.last_layers or len(layers)) :]
+        for module in layer.modules()
         if isinstance(module, nn.Linear | Conv1D)
     }
-    head = model.get_output_embeddings()
     if lora.lm_head:
-        linear |= {name for name, module in model.named_modules() if module is head}
+        trained.add(id(head))
+    targets = [name for name, module in model.named_modules() if id(module) in trained]
     settings = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=sorted(linear),
+        target_modules=targets,
         task_type="CAUSAL_LM",
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of tied embeddings, which `save_merged` unties
         return get_peft_model(model, settings, adapter_name=_ADAPTER)
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Switch a model's own dropout off, which no recipe has; that of a LoRA stays."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and ".lora_dropout." not in f".{name}.":
+            module.p = 0.0
+        for attribute in ("attention_dropout", "dropout"):  # given to a function of attention
+            if isinstance(getattr(module, attribute, None), float):
+                setattr(module, attribute, 0.0)
+
+
+def _check_merged(folder: Path, state: dict[str, Tensor]) -> None:
+    for file in folder.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise ModelError(f"{file}: {name} is not finite after the LoRA was added in")
+            written = state.get(name)  # experts are stored under other names
+            if written is not None and not torch.equal(tensor, written.cpu()):
+                raise ModelError(f"{file}: {name} reads back differently; is the disk full?")
+
+
+def _layers(decoder: nn.Module) -> list[nn.Module]:
+    """The decoder's layers, whatever they are called in its family."""
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ConfigError(
+            f"{type(decoder).__name__} has no list of layers that a LoRA could be put on; "
+            "leave medusa2 out of stages"
+        )
+    return list(max(lists, key=len))

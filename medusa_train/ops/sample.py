@@ -26,13 +26,22 @@ def draw(logits: Tensor, uniform: Tensor, *, temperature: float, top_p: float) -
     if temperature < GREEDY_BELOW:
         return best_ids(logits)
     probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+    if top_p == 1:  # any order will do: sorting a vocabulary costs more than a step of the model
+        return _at_share(probabilities.cumsum(dim=-1), uniform)
     ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
     total = ordered.cumsum(dim=-1)
     kept = (total - ordered < top_p) & (ordered > 0)  # rounding must not reach an excluded id
     mass = total.masked_fill(~kept, 0.0).amax(dim=-1, keepdim=True)
+    place = _at_share(torch.minimum(total, mass), uniform)
+    return ids.gather(1, place.unsqueeze(1)).squeeze(1)
+
+
+def _at_share(total: Tensor, uniform: Tensor) -> Tensor:
+    """The first place at which running sums exceed a share of their last, [B, V], [B] -> [B]."""
+    mass = total[:, -1:]
     place = torch.searchsorted(total, uniform.unsqueeze(1).to(total.dtype) * mass, right=True)
-    place = torch.minimum(place, kept.sum(dim=-1, keepdim=True) - 1)
-    return ids.gather(1, place).squeeze(1)
+    last = (total < mass).sum(dim=-1, keepdim=True)  # rounding must not go beyond the last share
+    return torch.minimum(place, last).squeeze(1)
 
 
 def best_ids(logits: Tensor) -> Tensor:

@@ -143,7 +143,10 @@ class Checkpoints:
         return self.folder / f"step-{step:06d}"
 
     def _finished(self) -> list[Path]:
-        return sorted(p for p in self.folder.glob("step-*") if p.suffix != ".part")
+        return sorted(
+            (p for p in self.folder.glob("step-*") if p.suffix != ".part"),
+            key=lambda path: (len(path.name), path.name),
+        )
 
     def _refuse_strangers(self) -> None:
         """A checkpoint copied to the wrong level must not look like none at all."""

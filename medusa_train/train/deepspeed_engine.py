@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_train.config.training import OptimConfig
-from medusa_train.errors import TrainingError
+from medusa_train.errors import ConfigError, TrainingError
 from medusa_train.parallel import World, skip_collectives_build
 from medusa_train.train.objective import Objective
 from medusa_train.train.optimizer import (
@@ -64,12 +64,22 @@ class DeepSpeedEngine:
         self._prescale = float(settings["gradient_accumulation_steps"] * world.size)
         self._trained = {n: p for n, p in objective.named_parameters() if p.requires_grad}
         self._shapes = {name: parameter.shape for name, parameter in self._trained.items()}
-        self._engine: Any = self._deepspeed.initialize(
-            model=objective, optimizer=make_optimizer(objective, optim), config=dict(settings)
-        )[0]
+        self._engine = self._initialize(objective, optim, settings)
         self._start_moments()
         self._pending = False
         self._finite = True
+
+    def _initialize(
+        self, objective: Objective, optim: OptimConfig, settings: Mapping[str, Any]
+    ) -> Any:
+        optimizer = make_optimizer(objective, optim)
+        try:
+            return self._deepspeed.initialize(
+                model=objective, optimizer=optimizer, config=dict(settings)
+            )[0]
+        except (ValueError, AssertionError) as error:  # pydantic's is a ValueError
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"DeepSpeed refuses its configuration: {reason}") from error
 
     def accumulate(self, batch: Any, scales: Sequence[float]) -> Tensor:
         """As `Engine.accumulate`."""

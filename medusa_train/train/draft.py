@@ -90,9 +90,8 @@ class DraftObjective(Objective):
         hidden, targets = self.trunk(batch), self._targets(batch)
         head = self.draft.lm_head
         with gather(head):
-            # Not called as a module: sharded weights must stay whole over all chunks
             loss, ranks = measure_head(
-                head.forward, head.out_features, hidden, targets, self._dtype
+                head.prepared(hidden), head.out_features, targets, self._dtype
             )
         wanted = torch.ones_like(targets, dtype=torch.bool).unsqueeze(0)
         ends = (batch.targets != IGNORE).sum(dim=1).cumsum(0).tolist()

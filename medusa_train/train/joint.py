@@ -10,12 +10,14 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from medusa_train.config.training import Medusa2Config
 from medusa_train.data.batch import JointBatch, joint_batch, row_targets
 from medusa_train.data.hidden_states import HiddenSource
 from medusa_train.data.rows import Row
 from medusa_train.model.heads import MedusaHead, MedusaHeads
+from medusa_train.model.lm_head import LogitsAt
 from medusa_train.model.student import Student
 from medusa_train.ops.loss import IGNORE, softmax_slices
 from medusa_train.train.medusa1 import head_target_counts, measure_heads
@@ -138,27 +140,25 @@ class Medusa2Objective(Objective):
         token is the one of the row, which is the original's own where rows are greedy.
         """
         hidden, lm_head = self.trunk(batch), self.student.lm_head
-        with gather(lm_head):
 
-            def base_logits(states: Tensor) -> Tensor:
-                return lm_head(states, compute_dtype=self._dtype)
+        def project(head: MedusaHead, features: Tensor) -> LogitsAt:
+            weight = head.lm_head
+            if weight is None:
+                return lm_head.prepared(features)
+            return lambda at: F.linear(features[at], weight)
 
-            def logits(head: MedusaHead, states: Tensor) -> Tensor:
-                if head.lm_head is not None:
-                    return head.logits(states)
-                return base_logits(head.features(states, compute_dtype=self._dtype))
-
-            targets = batch.base_targets
+        targets = batch.base_targets
+        kl = lm_head(
+            hidden,
+            targets,
+            soft=partial(_original, self._teacher, batch.states, batch.teachers[0]),
+            compute_dtype=self._dtype,
+        )
+        with gather(lm_head):  # after it was called, which would shard its weights again
             size = lm_head.out_features
-            loss, ranks = measure_head(base_logits, size, hidden, targets, self._dtype)
-            kl = lm_head(
-                hidden,
-                targets,
-                soft=partial(_original, self._teacher, batch.states, batch.teachers[0]),
-                compute_dtype=self._dtype,
-            )
+            loss, ranks = measure_head(lm_head.prepared(hidden), size, targets, self._dtype)
             heads = measure_heads(
-                self.heads, hidden, batch, logits, dtype=self._dtype, gather=gather
+                self.heads, hidden, batch, project, dtype=self._dtype, gather=gather
             )
         count = float((targets != IGNORE).sum())
         bases = 2 if self._near else 1

@@ -4,12 +4,12 @@ Legend: P positions, Q all positions of the rows, K heads, V vocabulary of the h
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from medusa_train.config.schema import Config
 from medusa_train.data.batch import HeadBatch, JointBatch, head_batch, row_targets
@@ -17,6 +17,7 @@ from medusa_train.data.hidden_states import HiddenSource, choose_source
 from medusa_train.data.rows import Row
 from medusa_train.model.backbone import Backbone, choose_dtype
 from medusa_train.model.heads import HeadsShape, MedusaHead, MedusaHeads
+from medusa_train.model.lm_head import LogitsAt
 from medusa_train.model.weights import save_heads
 from medusa_train.ops.loss import IGNORE, softmax_slices
 from medusa_train.parallel import World
@@ -121,11 +122,12 @@ class Medusa1Objective(Objective):
         """As `Objective.measure`."""
         shared = None if self._shared is None else self._shared.to(self._dtype)
 
-        def logits(head: MedusaHead, hidden: Tensor) -> Tensor:
-            return head.logits(hidden, shared=shared)
+        def project(head: MedusaHead, features: Tensor) -> LogitsAt:
+            weight = shared if head.lm_head is None else head.lm_head
+            return lambda at: F.linear(features[at], weight)
 
         return measure_heads(
-            self.heads, batch.hidden, batch, logits, dtype=self._dtype, gather=gather
+            self.heads, batch.hidden, batch, project, dtype=self._dtype, gather=gather
         )
 
 
@@ -144,7 +146,7 @@ def measure_heads(
     heads: MedusaHeads,
     hidden: Tensor,
     batch: HeadBatch | JointBatch,
-    logits: Callable[[MedusaHead, Tensor], Tensor],
+    project: Callable[[MedusaHead, Tensor], LogitsAt],
     *,
     dtype: torch.dtype,
     gather: Gather,
@@ -155,15 +157,16 @@ def measure_heads(
         heads: trained.
         hidden: [P, D].
         batch: its targets.
-        logits: of a head, [p, D] -> [p, V].
+        project: logits of a head from its features, [P, D], while its weights are whole.
         dtype: of the matrix products.
         gather: makes a head's weights whole.
     """
     size = heads.shape.head_vocab_size
     losses, ranks = [], []
     for head, targets in zip(heads, batch.targets, strict=True):
+        features = head.features(hidden, compute_dtype=dtype).float()
         with gather(head):
-            loss, rank = measure_head(partial(logits, head), size, hidden, targets, dtype)
+            loss, rank = measure_head(project(head, features), size, targets, dtype)
         losses.append(loss)
         ranks.append(rank)
     return Measured(

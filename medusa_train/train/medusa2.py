@@ -120,6 +120,7 @@ def train_medusa2(
         **summarise(state, trained, folder, rows, heads.token_map),
         "tokens_before": 0 if start is None else start.summary["tokens"],
         "seconds_before": 0 if start is None else start.summary["seconds"],
+        "merged_dtype": str(student.dtype).removeprefix("torch.") if settings.merge else None,
         "backbone": _backbone_report(state),
     }
 
@@ -127,13 +128,13 @@ def train_medusa2(
 def _refuse_other_heads(config: Config, heads: MedusaHeads, folder: Path) -> None:
     shape, wanted = heads.shape, config.heads
     reduced = shape.head_vocab_size if shape.lm_head == "reduced" else None
-    if reduced is not None and wanted.vocab_size is not None:
-        reduced = max(reduced, min(wanted.vocab_size, shape.vocab_size))  # fewer if no more exist
+    # A wish for more ids than there are gives all of them
+    size = None if wanted.vocab_size is None else min(wanted.vocab_size, shape.vocab_size)
     for name, found, expected in (
         ("num_heads", shape.num_heads, wanted.num_heads),
         ("num_layers", shape.num_layers, wanted.num_layers),
         ("lm_head", shape.lm_head, wanted.lm_head),
-        ("vocab_size", reduced, wanted.vocab_size),
+        ("vocab_size", reduced, size),
     ):
         if found != expected:
             raise ConfigError(

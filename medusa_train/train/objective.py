@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medusa_train.data.rows import Row
+from medusa_train.model.lm_head import LogitsAt
 from medusa_train.ops.loss import IGNORE, LOGITS_BYTES
 from medusa_train.ops.metrics import MISSED, target_ranks, top_k_hits
 from medusa_train.ops.tree_growth import predict
@@ -131,28 +132,24 @@ class Objective(nn.Module):
 
 
 def measure_head(
-    logits_of: Callable[[Tensor], Tensor],
-    vocab_size: int,
-    hidden: Tensor,
-    targets: Tensor,
-    dtype: torch.dtype,
+    logits_at: LogitsAt, vocab_size: int, targets: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy, scalar float64, and rank of each target, [P]; a chunk at a time.
 
     Args:
-        logits_of: [p, D] -> [p, V].
+        logits_at: calls no module: under ZeRO-3 all processes must call one equally often, and
+            they have unequal numbers of chunks.
         vocab_size: V.
-        hidden: [P, D].
         targets: ids below V, or `IGNORE`, [P].
         dtype: of the matrix products.
     """
     place = (targets != IGNORE).nonzero().squeeze(1)
-    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    total = torch.zeros((), dtype=torch.float64, device=targets.device)
     ranks = torch.full_like(targets, IGNORE)
     size = max(1, LOGITS_BYTES // (4 * vocab_size))
     for at in place.split(size):
-        with products_in(dtype, hidden.device):
-            logits = logits_of(hidden[at].float()).float()
+        with products_in(dtype, targets.device):
+            logits = logits_at(at).float()
         total += F.cross_entropy(logits, targets[at], reduction="sum")
         ranks[at] = target_ranks(logits, targets[at])
     return total, ranks

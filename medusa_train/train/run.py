@@ -189,15 +189,18 @@ def take(module: nn.Module, trained: dict[str, Tensor], *, prefix: str) -> None:
 
 
 def _checksum(model: nn.Module, gather: Gather) -> int:
-    """Changes with nearly any bit of any frozen parameter; reads each once and copies none."""
+    """Changes with nearly any bit of any frozen parameter, and with the order of its rows."""
     total = 0
     for module in model.modules():
-        if any(True for _ in module.children()):
+        own = [p for p in module.parameters(recurse=False) if not p.requires_grad]
+        if not own:
             continue
-        with gather(module):
-            for p in module.parameters():
-                if not p.requires_grad:
-                    total += int(p.detach().view(_BITS[p.element_size()]).sum(dtype=torch.int64))
+        with gather(nn.ParameterList(own)):
+            for p in own:
+                bits = p.detach().view(_BITS[p.element_size()])
+                rows = bits.reshape(len(bits) if bits.dim() else 1, -1).sum(1, dtype=torch.int64)
+                places = torch.arange(1, len(rows) + 1, device=rows.device)
+                total += int((rows * places).sum())
     return total
 
 

@@ -43,6 +43,9 @@ def by_torchrun(*arguments: str) -> list[str]:
     return [*command, "-m", "medusa_train", *arguments]
 
 
+LAUNCHERS = {"deepspeed": by_deepspeed, "torchrun": by_torchrun}
+
+
 @pytest.fixture
 def no_compiler(tmp_path) -> dict[str, str]:
     """An environment whose compilers fail and note that they were asked."""
@@ -62,8 +65,9 @@ def no_compiler(tmp_path) -> dict[str, str]:
     }
 
 
-def test_two_processes_run_all_stages_like_one(tmp_path, smoke_run, no_compiler):
-    done = run_command(by_deepspeed(SMOKE), tmp_path, no_compiler)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_processes_run_all_stages_like_one(launcher, tmp_path, smoke_run, no_compiler):
+    done = run_command(LAUNCHERS[launcher](SMOKE), tmp_path, no_compiler)
 
     assert done.status == 0
     assert "Traceback" not in done.err

@@ -69,7 +69,7 @@ def is_run_by_ci(command: str, _: Path) -> None:
 def is_run_by_the_launch_test(command: str, _: Path) -> None:
     """With the same arguments, but quietly and on a free port."""
     launcher, *expected = shlex.split(command)
-    program, *given = LAUNCHERS[launcher]()
+    program, *given = LAUNCHERS[launcher]("+recipe=smoke")
     if "--master_port" in given:
         port = given.index("--master_port")
         del given[port : port + 2]
@@ -104,6 +104,15 @@ def runs_the_recipe_shown_above(command: str, cwd: Path) -> None:
     assert settings["heads"]["num_heads"] == yaml.safe_load(recipe)["heads"]["num_heads"]
 
 
+def runs_with_the_backbone_in_training(command: str, cwd: Path) -> None:
+    run_python(command, cwd)
+
+    run = cwd / "outputs" / "joint"
+    change = manifest(run / "medusa2")["summary"]["backbone"]
+    assert change.keys() >= {"perplexity", "kl", "agreement"}
+    assert "What became of the backbone" in (run / "evaluate" / "report.md").read_text()
+
+
 def run_python(command: str, cwd: Path, *more: str) -> None:
     """Run a command that begins with `python`, by this Python."""
     program, *arguments = shlex.split(command)
@@ -122,6 +131,8 @@ EXECUTED: dict[str, Callable[[str, Path], None]] = {
         runs_on_a_model_of_ones_own
     ),
     "python -m medusa_train --config-dir my_configs +recipe=mine": runs_the_recipe_shown_above,
+    "python -m medusa_train +recipe=smoke 'stages=[distill,medusa1,medusa2,evaluate]' "
+    "run_name=joint": runs_with_the_backbone_in_training,
     "deepspeed --num_gpus 2 --module medusa_train +recipe=smoke": is_run_by_the_launch_test,
     "torchrun --standalone --nproc_per_node 2 -m medusa_train +recipe=smoke": (
         is_run_by_the_launch_test

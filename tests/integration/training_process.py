@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 from training_case import make_backbone, make_config
 
+from medusa_train.config import deepspeed
 from medusa_train.errors import Interrupted, TrainingError
 from medusa_train.parallel import current_world, leave
 from medusa_train.track.manifest import Stage
-from medusa_train.train import loop
+from medusa_train.train import loop, objective
 from medusa_train.train.draft import train_draft
 from medusa_train.train.medusa1 import train_medusa1
 from medusa_train.train.medusa2 import train_medusa2
@@ -27,7 +28,6 @@ STAGES = ("medusa1", "medusa2", "draft")
 
 
 def one_run(distill: Path, name: str, folder: str, settings: list[str], until: str) -> None:
-    # ZeRO-3 keeps small tensors whole: matrices of this size are shared out
     world, backbone = current_world(), make_backbone(hidden_size=128)
     world.start(backbone.device)
     config = make_config(
@@ -70,6 +70,8 @@ def one_run(distill: Path, name: str, folder: str, settings: list[str], until: s
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    deepspeed.KEPT_WHOLE = 0  # so that ZeRO-3 shares out what is small too, as a LoRA
+    objective.LOGITS_BYTES = 4 * 320 * 5  # so that processes have unequal numbers of chunks
     for run in json.loads(sys.argv[2]):
         one_run(Path(sys.argv[1]), *run)
     leave(0)

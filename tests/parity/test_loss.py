@@ -6,6 +6,8 @@ from torch.nn import functional as F
 from training_case import MemorySink, make_backbone, make_config, make_fit, make_heads, make_rows
 
 from medusa_train.data.hidden_states import online_source
+from medusa_train.ops import loss
+from medusa_train.ops.loss import IGNORE, linear_cross_entropy
 from medusa_train.train.engine import TorchEngine
 from medusa_train.train.medusa1 import Medusa1Objective
 from medusa_train.train.run import make_teacher
@@ -73,6 +75,39 @@ def test_value_and_gradient_are_those_of_the_formula(lm_head, soft):
     for parameter, gradient in zip(parameters, wanted, strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("low_rank", [False, True])
+@pytest.mark.parametrize("soft", [False, True])
+def test_the_chunked_loss_is_the_formula_to_a_millionth(monkeypatch, soft, low_rank):
+    """On ragged labels, in float32, against float64; value and every gradient."""
+    monkeypatch.setattr(loss, "LOGITS_BYTES", 4 * 50 * 7)  # chunks of 7 positions
+    torch.manual_seed(0)
+    inputs = [torch.randn(40, 16), torch.randn(50, 16), torch.randn(40, 3), torch.randn(50, 3)]
+    inputs = [tensor.requires_grad_() for tensor in inputs[: 4 if low_rank else 2]]
+    targets = torch.randint(0, 50, (40,))
+    targets[torch.rand(40) < 0.4] = IGNORE
+    goals = torch.randn(40, 50).softmax(1)
+    found = linear_cross_entropy(
+        *inputs[:2],
+        targets,
+        low_rank=(inputs[2], inputs[3]) if low_rank else None,
+        soft=(lambda at: goals[at]) if soft else None,
+    )
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    logits = exact[0] @ exact[1].T + (exact[2] @ exact[3].T if low_rank else 0)
+    keep = targets != IGNORE
+    if soft:
+        wanted = goals.double()[keep]
+        expected = (wanted * (wanted.log() - logits[keep].log_softmax(1))).sum()
+    else:
+        expected = F.cross_entropy(logits[keep], targets[keep], reduction="sum")
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    grads = zip(
+        torch.autograd.grad(found, inputs), torch.autograd.grad(expected, exact), strict=True
+    )
+    for got, gradient in grads:
+        assert (got - gradient).norm() < 1e-6 * gradient.norm()
 
 
 def test_untrained_heads_equal_the_lm_head_bit_for_bit():

@@ -26,19 +26,23 @@ from medusa_train.train.medusa1 import train_medusa1
 
 
 def test_four_micro_batches_of_one_are_one_of_four(tmp_path):
-    counts = make_fit(tmp_path / "x").objective
-    unequal = {tuple(counts.target_counts([row]).tolist()) for row in make_rows(8)}
+    counts, rows = make_fit(tmp_path / "x").objective, make_rows(8)
+    rows[3] = replace(rows[3], mask=[False] * len(rows[3].ids))  # alone an empty micro-batch
+    unequal = {tuple(counts.target_counts([row]).tolist()) for row in rows}
     assert len(unequal) > 4
+    assert (0, 0, 0) in unequal
     sinks = [MemorySink([]), MemorySink([])]
     states = []
     for sink, size in zip(sinks, (1, 4), strict=True):
-        fit = make_fit(tmp_path / str(size), sink=sink, micro_batch_size=size, epochs=3)
+        fit = make_fit(tmp_path / str(size), rows=rows, sink=sink, micro_batch_size=size, epochs=3)
         fit.run()
         states.append(fit.engine.trained_state())
     assert largest_difference(*states) < 1e-5
     for (_, one), (_, four) in zip(sinks[0].lines, sinks[1].lines, strict=True):
-        for name in one.keys() - {"perf/tokens_per_s", "perf/memory_gb"}:
+        for name in one.keys() - {"perf/tokens_per_s", "perf/memory_gb", "data/empty_batches"}:
             assert one[name] == pytest.approx(four[name], rel=1e-5), name
+    empty = [sink.lines[-2][1]["data/empty_batches"] for sink in sinks]
+    assert empty == [3, 0]
 
 
 def test_a_mean_for_each_micro_batch_would_have_been_noticed(tmp_path):

@@ -118,6 +118,7 @@ def test_a_draft_model_is_not_needed(tmp_path, calls):
 
 
 def test_what_medusa2_has_made_is_evaluated_with_its_own_backbone(tmp_path, calls):
+    calls.act["medusa2"] = lambda folder: (folder / "model").mkdir()
     run_stages(smoke("stages=[distill,medusa1,medusa2,draft,evaluate]"), tmp_path)
 
     assert calls.names == ["distill", "medusa1", "medusa2", "draft", "evaluate"]
@@ -128,6 +129,11 @@ def test_what_medusa2_has_made_is_evaluated_with_its_own_backbone(tmp_path, call
     assert calls.given["evaluate"]["heads"].folder == tmp_path / "medusa2" / "heads"
     merged = tmp_path / "medusa2" / "model"
     assert calls.positional["evaluate"][2] == f"backbone {merged}"
+
+
+def test_a_backbone_that_was_not_merged_cannot_be_evaluated(tmp_path, calls):
+    with pytest.raises(CheckpointError, match=r"medusa2 has none: run medusa2 with medusa2\.merge"):
+        run_stages(smoke("stages=[distill,medusa1,medusa2,evaluate]"), tmp_path)
 
 
 def test_medusa2_from_fresh_heads_needs_no_medusa1(tmp_path, calls):
@@ -196,7 +202,7 @@ def test_another_setting_is_refused_by_the_first_stage_it_makes(
     [
         "medusa1.optim.log_every=1",
         "draft.optim.save_every=1",
-        "medusa1.optim.eval_every=1",
+        "medusa1.optim.micro_batch_size=8",
         "draft.optim.keep_checkpoints=1",
         "model.device=auto",
         "track=offline",

@@ -54,5 +54,3 @@ def test_draft_products_in_bfloat16_train_float32_weights(backbone):
             assert parameter.grad is not None
             assert parameter.grad.dtype == torch.float32
             assert parameter.grad.abs().sum() > 0
-
-

@@ -4,8 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decoding_case import make_family
 from medusa2_case import disturb, make_objective, make_settings
 from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.nn import functional as F
 from training_case import (
     ALONE,
     make_backbone,
@@ -17,10 +21,11 @@ from training_case import (
 )
 
 from medusa_train.config.load import load
-from medusa_train.errors import ConfigError
-from medusa_train.model.backbone import load_backbone
+from medusa_train.errors import ConfigError, ModelError
+from medusa_train.model.backbone import Backbone, load_backbone
 from medusa_train.model.student import Student
 from medusa_train.model.weights import load_heads
+from medusa_train.ops.loss import IGNORE
 from medusa_train.track.manifest import Trained
 from medusa_train.train.engine import TorchEngine
 from medusa_train.train.medusa1 import train_medusa1
@@ -80,6 +85,73 @@ def test_the_teacher_does_not_move_while_the_student_does():
     assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
 
 
+def test_the_teacher_is_the_original_again_in_another_process(tmp_path):
+    """As far as that goes in one: a fresh model, and the adapter folder alone."""
+    rows, objective = make_rows(3), make_objective()
+    disturb(objective)
+    objective.student.save_adapter(tmp_path)
+    again = PeftModel.from_pretrained(make_backbone().model, str(tmp_path))
+    with again.disable_adapter():
+        off = logits_of(again, rows)
+    original = logits_of(make_backbone().model, rows)
+    assert all(torch.equal(a, b) for a, b in zip(off, original, strict=True))
+
+
+def test_labels_are_shifted_once():
+    """A model that always knows the next token has a base loss of zero."""
+    objective = make_objective(base_loss="cross_entropy")
+    rows = make_rows(3)
+    batch = objective.batch(rows)
+    expected = [
+        row.ids[t + 1]
+        for row in rows
+        for t in range(row.states_start, len(row.ids) - 1)
+        if any(row.mask[t + 1 : t + 5])
+    ]
+    knows = torch.zeros(len(expected), objective.student.lm_head.out_features)
+    knows[torch.arange(len(expected)), torch.tensor(expected)] = 50.0
+    objective.student.lm_head.forward = lambda hidden, targets, **_: F.cross_entropy(
+        knows, targets, ignore_index=IGNORE, reduction="sum"
+    )
+    base = next(objective.losses(objective.trunk(batch), batch))
+    assert base.item() == pytest.approx(0, abs=1e-6)
+
+
+def test_an_answer_of_one_token_teaches_the_base_and_breaks_no_head():
+    row = replace(make_rows(1)[0], ids=[5, 6, 7], mask=[False, False, True])
+    objective = make_objective()
+    batch = objective.batch([row])
+    assert objective.target_counts([row]).tolist() == [1, 1, 0, 0]
+    losses = objective(batch)
+    losses.sum().backward()
+    assert torch.isfinite(losses).all()
+    assert losses[2:].tolist() == [0, 0]
+    trained = [p for p in objective.parameters() if p.requires_grad]
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in trained)
+
+
+def test_positions_that_do_not_count_change_nothing():
+    """Whatever the original model says there: neither losses nor gradients move."""
+    row = make_rows(1)[0]
+    row = replace(row, mask=[t in (6, 7, 8) for t in range(len(row.ids))])
+    found = []
+    for noise in (0.0, 5.0):
+        objective = make_objective(soft_targets=True)
+        disturb(objective)
+        batch = objective.batch([row])
+        read = torch.cat([batch.teachers[0][batch.base_targets != IGNORE]])
+        heads = [batch.teachers[1 + k][t != IGNORE] for k, t in enumerate(batch.targets)]
+        others = torch.ones(len(batch.states), dtype=torch.bool)
+        others[torch.cat([read, *heads])] = False
+        assert others.any()
+        batch.states[others] += noise
+        losses = objective(batch)
+        losses.sum().backward()
+        grads = [p.grad for p in objective.parameters() if p.requires_grad]
+        found.append([losses.detach(), *grads])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("changes", [{}, {"backbone": "full"}])
 def test_checkpointing_changes_no_gradient(changes):
     rows, found = make_rows(3), []
@@ -92,6 +164,37 @@ def test_checkpointing_changes_no_gradient(changes):
     assert sum(g.abs().sum() for g in found[0]) > 0
     for plain, checked in zip(*found, strict=True):
         torch.testing.assert_close(plain, checked, rtol=1e-5, atol=1e-6)
+
+
+def test_merging_in_bfloat16_rounds_once_and_twice_is_the_same(tmp_path):
+    backbone = make_backbone()
+    exact = {n: p.clone() for n, p in backbone.model.named_parameters()}
+    backbone.model.to(torch.bfloat16)
+    low = Backbone(backbone.model, backbone.tokenizer, name="tiny")
+    objective = make_objective(low)
+    disturb(objective)
+    name = "model.layers.1.mlp.up_proj"
+    layer = objective.student._model[0].get_submodule(name)
+    wanted = layer.base_layer.weight.float() + layer.get_delta_weight("default")
+    state = objective.student.merged_state()
+    assert state[f"{name}.weight"].dtype == torch.bfloat16
+    assert torch.equal(state[f"{name}.weight"], wanted.bfloat16())
+    assert set(state) >= set(exact)
+    for folder in ("once", "twice"):
+        objective.student.save_merged(tmp_path / folder, backbone.tokenizer)
+    once, twice = (load_file(tmp_path / f / "model.safetensors") for f in ("once", "twice"))
+    assert all(torch.equal(once[key], twice[key]) for key in twice)
+    assert json.loads((tmp_path / "once/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_merge_that_is_not_finite_is_refused(tmp_path):
+    backbone = make_backbone()
+    objective = make_objective(backbone)
+    with torch.no_grad():
+        next(p for n, p in objective.named_parameters() if "lora_B" in n).fill_(torch.inf)
+    with pytest.raises(ModelError, match="is not finite after the LoRA was added in"):
+        objective.student.save_merged(tmp_path / "model", backbone.tokenizer)
+    assert not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -155,6 +258,9 @@ def test_it_goes_on_from_medusa1_and_leaves_a_backbone_its_heads_fit(tmp_path):
     after = [float(x) for x in _first_line(tmp_path / "medusa2/metrics.jsonl")]
     assert after == pytest.approx(before, rel=1e-5)
     assert second["tokens_before"] == first["tokens"]
+    [*_, checkpoint] = sorted((tmp_path / "medusa2/checkpoints").glob("step-*"))
+    with safe_open(checkpoint / "optimizer.safetensors", "pt") as stored:
+        assert float(stored.metadata()["updates"]) == second["steps"]  # its own alone
     assert second["backbone"]["kl"] > 0
     assert second["backbone"]["perplexity"] != second["backbone"]["perplexity_before"]
     config = load("model=hub", f"model.name={tmp_path / 'medusa2/model'}", "model.dtype=float32")
@@ -173,10 +279,42 @@ def test_other_heads_than_configured_are_refused_by_name(tmp_path):
     config = make_config()
     rows, backbone = write_rows(tmp_path / "distill"), make_backbone()
     train_medusa1(config, make_stage(tmp_path), rows, backbone, ALONE)
-    start = Trained(stage="medusa1", folder=tmp_path / "medusa1/heads", summary={"tokens": 1, "seconds": 1.0})
+    start = Trained(
+        stage="medusa1", folder=tmp_path / "medusa1/heads", summary={"tokens": 1, "seconds": 1.0}
+    )
     other = make_config("heads.num_heads=2")
     with pytest.raises(ConfigError, match=r"num_heads=3, but heads\.num_heads=2"):
         train_medusa2(other, make_stage(tmp_path, "medusa2"), rows, start, backbone, ALONE)
+
+
+def test_fewer_ids_than_asked_for_are_refused_and_all_there_are_are_not(tmp_path):
+    config = make_config("heads.lm_head=reduced", "heads.vocab_size=50")
+    rows, backbone = write_rows(tmp_path / "distill"), make_backbone()
+    train_medusa1(config, make_stage(tmp_path), rows, backbone, ALONE)
+    start = Trained(
+        stage="medusa1", folder=tmp_path / "medusa1/heads", summary={"tokens": 1, "seconds": 1.0}
+    )
+    other = make_config("heads.lm_head=reduced", "heads.vocab_size=200")
+    stage = make_stage(tmp_path, "medusa2")
+    with pytest.raises(ConfigError, match=r"vocab_size=50, but heads\.vocab_size=200"):
+        train_medusa2(other, stage, rows, start, make_backbone(), ALONE)
+    whole = make_config("heads.lm_head=reduced", "heads.vocab_size=9999")
+    train_medusa1(whole, make_stage(tmp_path / "all"), rows, backbone, ALONE)
+    start = replace(start, folder=tmp_path / "all/medusa1/heads")
+    train_medusa2(whole, make_stage(tmp_path / "all", "medusa2"), rows, start, backbone, ALONE)
+
+
+def test_the_models_own_dropout_is_off_and_that_of_the_lora_is_not():
+    """GPT-2 is shipped with dropout; self-distillation must still start at zero."""
+    backbone = make_family("gpt2", resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
+    rows = make_rows(3)
+    still = make_objective(backbone)(make_objective(backbone).batch(rows))
+    assert abs(still[0].item()) < 1e-3
+    settings = replace(make_settings().lora, dropout=0.5)
+    moving = make_objective(make_family("gpt2"), lora=settings)
+    disturb(moving)
+    batch = moving.batch(rows)
+    assert not torch.equal(moving(batch), moving(batch))
 
 
 def test_in_one_stage_from_fresh_heads(tmp_path):
