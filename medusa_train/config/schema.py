@@ -264,8 +264,8 @@ class Config:
             ),
             (
                 not {"medusa2", "evaluate"} <= set(self.stages) or self.medusa2.merge,
-                "evaluate measures the merged backbone of medusa2: use medusa2.merge=true, or leave "
-                "evaluate out of stages",
+                "evaluate measures the merged backbone of medusa2: use medusa2.merge=true, or "
+                "leave evaluate out of stages",
             ),
             *self._quantization_checks(),
             (

@@ -133,7 +133,7 @@ class Student(nn.Module):
         return state
 
     def save_merged(self, folder: Path, tokenizer: Any) -> None:
-        """An ordinary model folder with the LoRA added in; it appears whole, after it was read back.
+        """A plain model folder with the LoRA added in; it appears whole, after it was read back.
 
         Where a LoRA has changed the LM head of a model with tied embeddings, the saved model has
         an LM head of its own.
