@@ -7,6 +7,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 RESULTS := outputs/test
 PYTEST_ARGS ?=
+# Most tests start processes and wait: two at a time, each with one thread
+WORKERS ?= 2
 
 .PHONY: help
 help: ## list the targets
@@ -32,7 +34,7 @@ quickstart: setup ## train and measure heads on a real 135M model, on the CPU (m
 .PHONY: test
 test: setup ## run all tests; PYTEST_ARGS='-m "not slow"' leaves out those that start processes
 	@mkdir -p $(RESULTS)
-	$(BIN)/python -m pytest --junitxml=$(RESULTS)/junit.xml $(PYTEST_ARGS) 2>&1 | tee $(RESULTS)/pytest.log
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --junitxml=$(RESULTS)/junit.xml $(PYTEST_ARGS) 2>&1 | tee $(RESULTS)/pytest.log
 	@echo "results: $(CURDIR)/$(RESULTS)/junit.xml and pytest.log"
 
 .PHONY: check
