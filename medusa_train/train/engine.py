@@ -94,6 +94,14 @@ def build_engine(
         accumulation,
         world.size,
     )
+    for group in objective.groups():
+        log.info(
+            "training %s: %d tensors, %s parameters, learning rate x %g",
+            group.name,
+            len(group.parameters),
+            f"{sum(p.numel() for p in group.parameters):,}",
+            group.lr_factor,
+        )
     if not _with_deepspeed(config, world):
         return TorchEngine(objective, optim, scale_loss=float16)
     if float16:

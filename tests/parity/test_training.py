@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decoding_case import transformers_greedy
 from training_case import (
     ALONE,
     MemorySink,
@@ -123,13 +124,15 @@ def _comparable(stage: Stage):
 def test_the_backbone_is_bit_identical_afterwards(tmp_path):
     distill, backbone = write_rows(tmp_path / "distill"), make_backbone()
     before = {name: t.clone() for name, t in backbone.model.state_dict().items()}
-    config = make_config()
+    text = transformers_greedy(backbone, [72, 105], 20)
+    config = make_config("medusa1.optim.epochs=10")  # 20 steps
     for lm_head in ("own", "shared"):
         chosen = replace(config, heads=replace(config.heads, lm_head=lm_head))
         train_medusa1(chosen, make_stage(tmp_path / lm_head), distill, backbone, ALONE)
     train_draft(config, make_stage(tmp_path, "draft"), distill, backbone, ALONE)
     after = backbone.model.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
+    assert transformers_greedy(backbone, [72, 105], 20) == text
     assert all(p.grad is None for p in backbone.model.parameters())
 
 

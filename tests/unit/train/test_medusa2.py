@@ -27,7 +27,8 @@ from medusa_train.model.student import Student
 from medusa_train.model.weights import load_heads
 from medusa_train.ops.loss import IGNORE
 from medusa_train.track.manifest import Trained
-from medusa_train.train.engine import TorchEngine
+from medusa_train.train.engine import TorchEngine, build_engine
+from medusa_train.train.joint import Medusa2Objective
 from medusa_train.train.medusa1 import train_medusa1
 from medusa_train.train.medusa2 import train_medusa2
 
@@ -236,6 +237,16 @@ def test_every_linear_layer_that_is_asked_for_has_a_lora(changes, layers):
     assert trained == expected | ({"lm_head.layer"} if "lm_head" in layers else set())
 
 
+def test_what_is_trained_is_said(caplog):
+    objective, config = make_objective(), make_config()
+    with caplog.at_level("INFO", logger="medusa_train"):
+        build_engine(objective, config.medusa2.optim, config.deepspeed, world=ALONE, device=CPU)
+    count = sum(p.numel() for p in objective.student.parameters() if p.requires_grad)
+    assert f"training backbone: 30 tensors, {count:,} parameters, learning rate x 1" in caplog.text
+    assert "training heads: 9 tensors" in caplog.text
+    assert "learning rate x 4" in caplog.text
+
+
 def test_a_capped_model_is_refused_by_name():
     backbone = make_backbone()
     backbone.config.final_logit_softcapping = 30.0
@@ -268,6 +279,23 @@ def test_it_goes_on_from_medusa1_and_leaves_a_backbone_its_heads_fit(tmp_path):
     heads = load_heads(tmp_path / "medusa2/heads", dtype=torch.float32, device=CPU, backbone=merged)
     assert len(heads) == 3
     assert (tmp_path / "medusa2/adapter/adapter_model.safetensors").exists()
+
+
+def test_the_best_of_a_lora_run_is_the_result(tmp_path, monkeypatch):
+    left = iter([0.0, 5.0, 1.0])  # at steps 0, 2 and 4
+    monkeypatch.setattr(Medusa2Objective, "score", lambda self, measured: next(left))
+    config, stage = make_config("medusa2.start=fresh"), make_stage(tmp_path, "medusa2")
+    rows = write_rows(tmp_path / "distill")
+    summary = train_medusa2(config, stage, rows, None, make_backbone(), ALONE)
+    lines = map(json.loads, (stage.folder / "metrics.jsonl").read_text().splitlines())
+    (evaluated,) = (line for line in lines if line["step"] == 2 and "eval/loss" in line)
+    assert summary["loss"][0] == evaluated["eval/base/loss"]
+    best = load_file(stage.folder / "checkpoints/step-000002/weights.safetensors")
+    adapter = load_file(stage.folder / "adapter/adapter_model.safetensors")
+    name = "model.layers.0.mlp.up_proj.lora_B"
+    kept = best["student.decoder" + name.removeprefix("model") + ".default.weight"]
+    assert kept.abs().sum() > 0
+    assert torch.equal(adapter[f"base_model.model.{name}.weight"], kept)
 
 
 def _first_line(path):
