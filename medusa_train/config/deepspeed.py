@@ -128,7 +128,7 @@ def _zero_conflicts(file: dict[str, Any]) -> Iterator[str]:
     if not isinstance(zero, dict):
         yield f"zero_optimization: {_shown(zero)} in the file, expected a section with a stage"
         return
-    if zero.get("compute_grad_norm", True) is not True:
+    if _at(file, "zero_optimization.compute_grad_norm", True) is not True:
         yield "zero_optimization.compute_grad_norm: it guards against a bad gradient: remove it"
     stage = _at(file, "zero_optimization.stage", None)
     if type(stage) is not int or stage not in (1, 2, 3):

@@ -71,7 +71,9 @@ class LoraLmHead(nn.Module):
     ) -> Tensor:
         """Logits, [..., D] -> [..., V]; with `targets` [P] the summed loss of [P, D]."""
         if targets is None:
-            return self.prepared(hidden.flatten(0, -2))(slice(None)).unflatten(0, hidden.shape[:-1])
+            flat = hidden.flatten(0, -2)
+            everywhere = torch.arange(len(flat), device=flat.device)
+            return self.prepared(flat)(everywhere).unflatten(0, hidden.shape[:-1])
         down, up = self._low_rank(hidden)
         return linear_cross_entropy(
             hidden,
@@ -86,7 +88,7 @@ class LoraLmHead(nn.Module):
         """Logits of [P, D], asked for in parts; the LoRA is made once."""
         (down, up), dtype = self._low_rank(hidden), self._frozen.dtype
 
-        def logits(at: Any) -> Tensor:
+        def logits(at: Tensor) -> Tensor:
             frozen = F.linear(hidden[at].to(dtype), self._frozen)
             return frozen.float() + F.linear(down[at], up).float()
 

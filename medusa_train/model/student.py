@@ -174,7 +174,7 @@ def _with_lora(backbone: Backbone, lora: LoraSettings) -> PeftModel:
     targets = [name for name, module in model.named_modules() if id(module) in trained]
     settings = LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,
+        lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]: peft only divides it
         lora_dropout=lora.dropout,
         target_modules=targets,
         task_type="CAUSAL_LM",

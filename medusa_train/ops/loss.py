@@ -164,8 +164,7 @@ def _loss_then_gradient(logits: Tensor, wanted: Tensor) -> Tensor:
         if goal.dim() == 2:
             soft = goal.float()
             soft = soft / soft.sum(dim=1, keepdim=True)  # lower precision rounds the sum off 1
-            entropy = torch.special.entr(soft).sum()
-            total += (log_sum - (soft * exact).sum(dim=1)).sum() - entropy
+            total += (log_sum - (soft * exact).sum(dim=1)).sum() + torch.xlogy(soft, soft).sum()
             share.sub_(soft)
         else:
             index = goal.unsqueeze(1)

@@ -11,6 +11,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ def count_paths(ranks: Sequence[Tensor], *, max_rank: int) -> PathCounts:
     """
     joint: Counter[Path] = Counter()
     every = torch.cat(list(ranks), dim=1)
-    for position in every.T.tolist():
+    for position in _positions(every):
         right = _right(position, max_rank)
         joint.update(right[:depth] for depth in range(1, len(right) + 1))
     positions = every.shape[1]
@@ -120,10 +121,15 @@ def _tokens_and_steps(ranks: Sequence[Tensor], paths: Sequence[Path]) -> tuple[i
     tree, tokens, steps = set(paths), 0, 0
     longest = max(len(path) for path in paths)
     for row in ranks:
-        for accepted in _accepted(row.T.tolist(), tree, longest):
+        for accepted in _accepted(_positions(row), tree, longest):
             tokens += accepted + 1
             steps += 1
     return tokens, steps
+
+
+def _positions(ranks: Tensor) -> list[list[int]]:
+    """Ranks, [K, P], position by position."""
+    return cast(list[list[int]], ranks.T.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def _accepted(positions: list[list[int]], tree: set[Path], longest: int) -> Iterator[int]:

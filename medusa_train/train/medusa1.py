@@ -123,7 +123,8 @@ class Medusa1Objective(Objective):
         shared = None if self._shared is None else self._shared.to(self._dtype)
 
         def project(head: MedusaHead, features: Tensor) -> LogitsAt:
-            weight = shared if head.lm_head is None else head.lm_head
+            weight = head.lm_head if shared is None else shared
+            assert weight is not None
             return lambda at: F.linear(features[at], weight)
 
         return measure_heads(
