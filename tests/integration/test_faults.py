@@ -160,19 +160,19 @@ def interrupt_once(folder: Path, appears: str, *arguments: str) -> tuple[int, st
 
 @slow
 def test_ctrl_c_while_answering_is_a_sentence_and_the_same_command_goes_on(tmp_path):
-    many = ("stages=[distill]", "prompts.max_train=400", "distill.batch_size=4")
+    many = ("stages=[distill]", "prompts.max_train=800", "distill.batch_size=2")
     status, said = interrupt_once(tmp_path, "outputs/smoke/distill/train/*.parquet", *many)
     assert status == 130
     assert "stopped by Ctrl-C; the same command goes on" in said
     assert "Traceback" not in said
     kept = len(read_split(tmp_path / "outputs/smoke/distill/train"))
-    assert 0 < kept < 400
+    assert 0 < kept < 800
 
     done = run_here(tmp_path, SMOKE, *many)
 
     assert done.status == 0
     assert f"{kept} answered before" in done.err
-    assert len(read_split(tmp_path / "outputs/smoke/distill/train")) == 400
+    assert len(read_split(tmp_path / "outputs/smoke/distill/train")) == 800
 
 
 @slow
