@@ -21,7 +21,7 @@ from medusa_train.track.manifest import (
     Trained,
     fingerprint,
     finished,
-    read_manifest,
+    made_in,
     refuse_other_settings,
 )
 from medusa_train.train.draft import DRAFT_FOLDER, train_draft
@@ -122,11 +122,20 @@ class Run:
         if self.config.medusa2.start == "fresh" and "evaluate" not in self.config.stages:
             needed.discard("medusa1")
         for name in sorted(needed - set(self.config.stages)):
-            manifest = read_manifest(self.folder(name))
+            manifest, given = made_in(self.folder(name)), getattr(self.config.paths, name)
             if manifest is None:
+                if given is not None:
+                    raise CheckpointError(
+                        f"paths.{name}={given} holds no finished stage: correct the path, or use "
+                        "null for the run's own folder"
+                    )
                 continue
+            if manifest["stage"] != name:
+                raise CheckpointError(
+                    f"{self.folder(name)} holds a {manifest['stage']} stage, expected {name}"
+                )
             made, now = manifest["settings"], self._settings(name)
-            if getattr(self.config.paths, name) is not None:
+            if given is not None:
                 made, now = {"model": made.get("model")}, {"model": now["model"]}
             refuse_other_settings(self.folder(name), made, now)
 
@@ -195,7 +204,7 @@ class Run:
 
     def _has(self, stage: str) -> bool:
         """Whether a stage is part of this run, or was of an earlier one in the same folder."""
-        return stage in self.config.stages or read_manifest(self.folder(stage)) is not None
+        return stage in self.config.stages or made_in(self.folder(stage)) is not None
 
     def _trained(self, stage: str, subfolder: str, needed_by: str) -> Trained:
         """What a finished training stage left for a later one."""
@@ -242,7 +251,7 @@ class Run:
         """Fingerprints of earlier stages: as they are on disk, or as this run will make them."""
         found: dict[str, str | None] = {}
         for name in stages:
-            manifest = None if name in self.config.stages else read_manifest(self.folder(name))
+            manifest = None if name in self.config.stages else made_in(self.folder(name))
             if name in self.config.stages:
                 found[name] = self.stage(name).fingerprint
             else:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-STRICT = ConfigDict(extra="forbid", strict=True)
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 

@@ -163,6 +163,11 @@ def _with_lora(backbone: Backbone, lora: LoraSettings) -> PeftModel:
     model: Any = backbone.model
     head, decoder = model.get_output_embeddings(), model.get_decoder()
     layers = _layers(decoder)
+    if lora.last_layers is not None and lora.last_layers > len(layers):
+        raise ConfigError(
+            f"medusa2.lora.last_layers={lora.last_layers}, but {backbone.name} has {len(layers)} "
+            f"layers: choose 1 to {len(layers)}, or null for all"
+        )
     trained = {
         id(module)
         for layer in layers[-(lora.last_layers or len(layers)) :]

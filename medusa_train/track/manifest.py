@@ -42,7 +42,7 @@ class Stage:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write("running", {})
             return False
-        if found["status"] != "done" and not self._holds_work():
+        if found["status"] != "done" and not _holds_work(self.folder):
             self._write("running", {})  # a start that failed leaves nothing to mix up
             return False
         refuse_other_settings(self.folder, found["settings"], self.settings)
@@ -56,11 +56,6 @@ class Stage:
     def fingerprint(self) -> str:
         """Hash of the settings: the stages that build on this one carry it in theirs."""
         return fingerprint(_plain(self.settings))
-
-    def _holds_work(self) -> bool:
-        """Whether anything but records lies in the folder."""
-        files = (path.relative_to(self.folder) for path in self.folder.rglob("*") if path.is_file())
-        return any(path.parts[0] not in _RECORDS for path in files)
 
     def _write(self, status: str, summary: Mapping[str, Any]) -> None:
         write_json(
@@ -96,6 +91,19 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); delete {folder}") from None
     return found
+
+
+def made_in(folder: Path) -> dict[str, Any] | None:
+    """As `read_manifest`, but None also where a start failed before it did anything."""
+    found = read_manifest(folder)
+    nothing = found is not None and found["status"] != "done" and not _holds_work(folder)
+    return None if nothing else found
+
+
+def _holds_work(folder: Path) -> bool:
+    """Whether anything but records lies in the folder of a stage."""
+    files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return any(path.parts[0] not in _RECORDS for path in files)
 
 
 def refuse_other_settings(folder: Path, made: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ many processes wrote it, and by which engine, is only noted.
 """
 
 import json
+import logging
 import math
 import re
 import shutil
@@ -23,6 +24,8 @@ from medusa_train.errors import CheckpointError
 from medusa_train.parallel import World
 from medusa_train.track.manifest import refuse_other_settings, write_json
 from medusa_train.train.engine import Engine
+
+log = logging.getLogger(__name__)
 
 STATE = "state.json"
 _NAME = re.compile(r"step-\d{6,}(\.part)?")
@@ -125,6 +128,9 @@ class Checkpoints:
         if state.best_step in (0, state.step):
             return None
         folder = self._path(state.best_step)
+        if not folder.exists():
+            log.warning("%s, the best, was deleted: the last weights are the result", folder)
+            return None
         return folder, self._read(folder)
 
     def _read(self, folder: Path) -> TrainState:
@@ -210,6 +216,11 @@ def _read_state(folder: Path) -> dict[str, Any]:
         missing = {"settings", "files", *TrainState.__dataclass_fields__} - stored.keys()
         if missing:
             raise ValueError(f"{sorted(missing)[0]} is missing")
+        if not isinstance(stored["files"], dict) or not isinstance(stored["held_out"], dict):
+            raise ValueError("files and held_out must be sections")
+        step = folder.name.removeprefix("step-")
+        if type(stored["step"]) is not int or f"{stored['step']:06d}" != step:
+            raise ValueError(f"step is {stored['step']!r}, expected that of the folder's name")
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); delete {folder}") from None
     return stored

@@ -77,8 +77,8 @@ class DeepSpeedEngine:
             return self._deepspeed.initialize(
                 model=objective, optimizer=optimizer, config=dict(settings)
             )[0]
-        except (ValueError, AssertionError) as error:  # pydantic's is a ValueError
-            reason = " ".join(str(error).split())
+        except Exception as error:  # of many kinds, its own and pydantic's among them
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(f"DeepSpeed refuses its configuration: {reason}") from error
 
     def accumulate(self, batch: Any, scales: Sequence[float]) -> Tensor:

@@ -38,9 +38,16 @@ def read_rows(distill: Path, backbone: Backbone) -> tuple[list[Row], list[Row]]:
     """The rows to learn and those that are held out.
 
     Raises:
-        DataError: if there are none, or one has an id that the backbone does not know.
+        DataError: if there are none, none has an answer, or one has an id that the backbone does
+            not know.
     """
     rows, held_out = read_split(distill / "train"), read_split(distill / "calibration")
+    for name, split in (("train", rows), ("calibration", held_out)):
+        if not any(any(row.mask[1:]) for row in split):
+            raise DataError(
+                f"no row of {distill / name} has a token of the model's own, so there is nothing "
+                "to learn or to measure; distill again"
+            )
     size = backbone.vocab_size
     for row in (*rows, *held_out):
         if min(row.ids) < 0 or max(row.ids) >= size:

@@ -12,7 +12,7 @@ from medusa_train.config.load import load
 from medusa_train.errors import CheckpointError, DataError
 from medusa_train.parallel import World
 from medusa_train.pipeline import Run, run_stages
-from medusa_train.track.manifest import read_manifest
+from medusa_train.track.manifest import Stage, read_manifest
 
 ALONE = World(rank=0, size=1)
 ALL = ["distill", "medusa1", "draft", "evaluate"]
@@ -134,6 +134,24 @@ def test_what_medusa2_has_made_is_evaluated_with_its_own_backbone(tmp_path, call
 def test_a_backbone_that_was_not_merged_cannot_be_evaluated(tmp_path, calls):
     with pytest.raises(CheckpointError, match=r"medusa2 has none: run medusa2 with medusa2\.merge"):
         run_stages(smoke("stages=[distill,medusa1,medusa2,evaluate]"), tmp_path)
+
+
+def test_a_path_to_nothing_or_to_another_stage_is_refused(tmp_path, calls):
+    run_stages(smoke(), tmp_path)
+    for wrong, message in (
+        (tmp_path / "typo", "holds no finished stage: correct the path"),
+        (tmp_path / "medusa1", "holds a medusa1 stage, expected medusa2"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            run_stages(smoke("stages=[evaluate]", f"paths.medusa2={wrong}"), tmp_path)
+
+
+def test_a_start_of_medusa2_that_failed_leaves_a_finished_run_as_it_was(tmp_path, calls):
+    run_stages(smoke(), tmp_path)
+    Stage(name="medusa2", folder=tmp_path / "medusa2", settings={}).open()
+    calls.names.clear()
+    run_stages(smoke(), tmp_path)
+    assert calls.names == []
 
 
 def test_medusa2_from_fresh_heads_needs_no_medusa1(tmp_path, calls):

@@ -98,7 +98,7 @@ def test_the_number_of_processes_and_the_engine_do_not_matter(fit):
     assert other.latest()[1].step == 2
 
 
-def test_the_best_is_kept_beside_the_last_ones_and_found_again(fit):
+def test_the_best_is_kept_beside_the_last_ones_and_found_again(fit, caplog):
     state = TrainState(best_score=1.5)
     for step, best in ((2, False), (4, True), (6, False), (8, False), (10, False)):
         state.step = step
@@ -110,8 +110,17 @@ def test_the_best_is_kept_beside_the_last_ones_and_found_again(fit):
     folder, best = fit.checkpoints.best(found)
     assert (folder.name, best.step) == ("step-000004", 4)
     shutil.rmtree(folder)
-    with pytest.raises(CheckpointError, match=r"step-000004\S+ is missing"):
-        fit.checkpoints.best(found)
+    assert fit.checkpoints.best(found) is None
+    assert "step-000004, the best, was deleted: the last weights are the result" in caplog.text
+
+
+@pytest.mark.parametrize("edit", [{"step": 100000}, {"step": -3}, {"step": "2"}, {"files": [1]}])
+def test_a_state_that_was_edited_is_not_believed(fit, edit):
+    save(fit, 2)
+    path = fit.checkpoints.folder / "step-000002" / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
+    with pytest.raises(CheckpointError, match=r"state\.json cannot be read \((step is|files and)"):
+        fit.checkpoints.latest()
 
 
 @pytest.mark.parametrize("best_step", [0, 6])

@@ -237,6 +237,12 @@ def test_every_linear_layer_that_is_asked_for_has_a_lora(changes, layers):
     assert trained == expected | ({"lm_head.layer"} if "lm_head" in layers else set())
 
 
+def test_more_layers_than_there_are_are_refused():
+    lora = replace(make_settings().lora, last_layers=3)
+    with pytest.raises(ConfigError, match=r"last_layers=3, but tiny has 2 layers"):
+        Student(make_backbone(), lora, seed=0)
+
+
 def test_what_is_trained_is_said(caplog):
     objective, config = make_objective(), make_config()
     with caplog.at_level("INFO", logger="medusa_train"):
