@@ -26,6 +26,7 @@ SMALL = (
         for setting in ("max_steps=2", "batch_size=2", "micro_batch_size=1", "epochs=2")
     ),
     "draft.num_layers=1",
+    "medusa2.lora.last_layers=1",
     "evaluate.num_prompts=1",
     "evaluate.max_new_tokens=6",
     "evaluate.tree_sizes=[1,4]",
