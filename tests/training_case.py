@@ -11,7 +11,7 @@ from medusa_train.config.training import OptimConfig
 from medusa_train.data.hidden_states import online_source
 from medusa_train.data.rows import Row, part_path, write_part
 from medusa_train.model.backbone import Backbone
-from medusa_train.model.heads import HeadsShape, MedusaHeads
+from medusa_train.model.heads import MedusaHeads, untrained_heads
 from medusa_train.model.tiny import tiny_llama
 from medusa_train.parallel import World
 from medusa_train.track.manifest import Stage
@@ -103,17 +103,13 @@ def make_heads(
     token_map: torch.Tensor | None = None,
 ) -> MedusaHeads:
     """Untrained heads that equal the LM head."""
-    shape = HeadsShape(
+    return untrained_heads(
+        backbone.lm_head.weight,  # pyright: ignore
         num_heads=num_heads,
         num_layers=num_layers,
         lm_head=lm_head,  # pyright: ignore
-        hidden_size=backbone.hidden_size,
-        vocab_size=backbone.vocab_size,
-        head_vocab_size=backbone.vocab_size if token_map is None else len(token_map),
+        token_map=token_map,
     )
-    heads = MedusaHeads(shape, token_map)
-    heads.copy_lm_head(backbone.lm_head.weight.detach())
-    return heads
 
 
 @dataclass

@@ -167,3 +167,34 @@ class MedusaHeads(nn.Module):
     def to_head_ids(self, ids: Tensor) -> Tensor:
         """Backbone ids as ids of the heads' vocabulary; `IGNORE` where the heads have none."""
         return ids if self.token_map is None else to_reduced_ids(ids, self.token_map)
+
+
+def untrained_heads(
+    weight: Tensor,
+    *,
+    num_heads: int,
+    num_layers: int = 1,
+    lm_head: Literal["own", "shared", "reduced"] = "own",
+    token_map: Tensor | None = None,
+) -> MedusaHeads:
+    """Heads that say what the backbone's LM head says: float32, on its device.
+
+    Args:
+        weight: of the backbone's LM head, [V, D].
+        num_heads: K.
+        num_layers: blocks of each.
+        lm_head: theirs.
+        token_map: of `reduced` heads; see `MedusaHeads`.
+    """
+    vocab_size, hidden_size = weight.shape
+    shape = HeadsShape(
+        num_heads=num_heads,
+        num_layers=num_layers,
+        lm_head=lm_head,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        head_vocab_size=vocab_size if token_map is None else len(token_map),
+    )
+    heads = MedusaHeads(shape, token_map)
+    heads.copy_lm_head(weight.detach())
+    return heads.to(weight.device)

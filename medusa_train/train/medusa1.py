@@ -16,7 +16,7 @@ from medusa_train.data.batch import HeadBatch, JointBatch, head_batch, row_targe
 from medusa_train.data.hidden_states import HiddenSource, choose_source
 from medusa_train.data.rows import Row
 from medusa_train.model.backbone import Backbone, choose_dtype
-from medusa_train.model.heads import HeadsShape, MedusaHead, MedusaHeads
+from medusa_train.model.heads import MedusaHead, MedusaHeads, untrained_heads
 from medusa_train.model.lm_head import LogitsAt
 from medusa_train.model.weights import save_heads
 from medusa_train.ops.loss import IGNORE, softmax_slices
@@ -244,15 +244,11 @@ def train_medusa1(
 
 def fresh_heads(config: Config, rows: Sequence[Row], backbone: Backbone) -> MedusaHeads:
     """Untrained heads on the backbone's device, float32, that say what its LM head says."""
-    token_map = choose_vocabulary(config.heads.vocab_size, rows, backbone)
-    shape = HeadsShape(
+    weight: Tensor = backbone.lm_head.weight  # pyright: ignore
+    return untrained_heads(
+        weight,
         num_heads=config.heads.num_heads,
         num_layers=config.heads.num_layers,
         lm_head=config.heads.lm_head,
-        hidden_size=backbone.hidden_size,
-        vocab_size=backbone.vocab_size,
-        head_vocab_size=backbone.vocab_size if token_map is None else len(token_map),
+        token_map=choose_vocabulary(config.heads.vocab_size, rows, backbone),
     )
-    heads = MedusaHeads(shape, token_map)
-    heads.copy_lm_head(backbone.lm_head.weight.detach())  # pyright: ignore
-    return heads.to(backbone.device)

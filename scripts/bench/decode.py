@@ -15,7 +15,7 @@ from bench.rows import Row, Workload, compare, interleave
 from medusa_train.decode import DraftModel, Medusa, Method, Plain, generate
 from medusa_train.decode.generation import clock
 from medusa_train.model.backbone import quiet_transformers
-from medusa_train.model.heads import HeadsShape, MedusaHeads
+from medusa_train.model.heads import MedusaHeads, untrained_heads
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.model.vocabulary import choose_token_map
 from medusa_train.ops.tree import Path, build_tree
@@ -123,7 +123,7 @@ def _overheads(case: Case) -> list[Row]:
     steps = 2 if case.tiny else 12
     room = (WARM_STEPS + steps + 1) * (NUM_HEADS + 1)
     prompt = case.prompts(1, max_new_tokens=room)[0]
-    heads = untrained_heads(case)
+    heads = decoding_heads(case)
     methods: dict[str, Method] = {"plain": Plain(case.backbone)}
     for nodes in TREE_NODES:
         tree = build_tree(
@@ -154,21 +154,16 @@ def _step_ms(method: Method, prompt: list[int], *, steps: int, room: int) -> Wor
     return workload
 
 
-def untrained_heads(case: Case) -> MedusaHeads:
+def decoding_heads(case: Case) -> MedusaHeads:
     """Heads as the quick start has them; what they guess does not change what a step costs."""
     backbone = case.backbone
-    token_map = choose_token_map([], size=HEAD_VOCAB, vocab_size=backbone.vocab_size)
-    shape = HeadsShape(
+    heads = untrained_heads(
+        backbone.lm_head.weight,  # pyright: ignore
         num_heads=NUM_HEADS,
-        num_layers=1,
         lm_head="reduced",
-        hidden_size=backbone.hidden_size,
-        vocab_size=backbone.vocab_size,
-        head_vocab_size=len(token_map),
+        token_map=choose_token_map([], size=HEAD_VOCAB, vocab_size=backbone.vocab_size),
     )
-    heads = MedusaHeads(shape, token_map)
-    heads.copy_lm_head(backbone.lm_head.weight.detach())  # pyright: ignore
-    return heads.to(device=backbone.device, dtype=backbone.dtype).eval().requires_grad_(False)
+    return heads.to(backbone.dtype).eval().requires_grad_(False)
 
 
 def bushy_paths(nodes: int) -> list[Path]:

@@ -192,14 +192,14 @@ def model(place: Place, numbers: dict[str, Any]) -> None:
 def trees(place: Place, numbers: dict[str, Any]) -> None:
     """What a step costs by the nodes of the tree, over what a step of plain decoding costs."""
     from bench.case import build_case
-    from bench.decode import NUM_HEADS, bushy_paths, untrained_heads
+    from bench.decode import NUM_HEADS, bushy_paths, decoding_heads
     from medusa_train.decode import Medusa, Method, Plain
     from medusa_train.evaluate.speed import step_seconds
     from medusa_train.ops.tree import build_tree
 
     dry = place.device == "cpu"
     case = build_case(model=str(place.model), repeats=5, tiny=dry)
-    heads = untrained_heads(case)
+    heads = decoding_heads(case)
     methods: list[Method] = [Plain(case.backbone)]
     for nodes in TREE_NODES:
         size = heads.shape.head_vocab_size

@@ -23,7 +23,7 @@ from bench.rows import Row, compare, interleave
 from medusa_train.data.batch import HeadBatch
 from medusa_train.decode.generation import clock
 from medusa_train.model.backbone import choose_dtype
-from medusa_train.model.heads import HeadsShape, MedusaHeads
+from medusa_train.model.heads import untrained_heads
 from medusa_train.train.engine import TorchEngine
 from medusa_train.train.medusa1 import Medusa1Objective
 
@@ -138,18 +138,9 @@ def build_training(
     backbone = case.backbone
     dtype = choose_dtype(case.config.medusa1.optim.compute_dtype, backbone.device)
     weight: Tensor = backbone.lm_head.weight.detach()[:vocab_size]  # pyright: ignore
-    shape = HeadsShape(
-        num_heads=num_heads,
-        num_layers=1,
-        lm_head=lm_head,  # pyright: ignore
-        hidden_size=backbone.hidden_size,
-        vocab_size=len(weight),
-        head_vocab_size=len(weight),
-    )
-    heads = MedusaHeads(shape)
-    heads.copy_lm_head(weight)
+    heads = untrained_heads(weight, num_heads=num_heads, lm_head=lm_head)  # pyright: ignore
     objective = Medusa1Objective(
-        heads.to(backbone.device),
+        heads,
         _no_source,
         shared_lm_head=weight if lm_head == "shared" else None,
         head_weight=HEAD_WEIGHT,

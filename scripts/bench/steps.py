@@ -25,7 +25,7 @@ from medusa_train.data.rows import Row as DataRow
 from medusa_train.data.rows import part_path, read_split, write_part
 from medusa_train.decode.generation import clock
 from medusa_train.model.backbone import choose_dtype
-from medusa_train.model.heads import HeadsShape, MedusaHeads
+from medusa_train.model.heads import MedusaHeads, untrained_heads
 from medusa_train.model.student import Student
 from medusa_train.model.vocabulary import choose_token_map
 from medusa_train.train.joint import Medusa2Objective
@@ -195,18 +195,9 @@ def _medusa1(case: Case, heads: MedusaHeads, source: HiddenSource) -> Side:
 
 def _heads(case: Case, token_map: Tensor | None) -> MedusaHeads:
     """Untrained heads with LM heads of their own."""
-    backbone = case.backbone
-    shape = HeadsShape(
-        num_heads=NUM_HEADS,
-        num_layers=1,
-        lm_head="own" if token_map is None else "reduced",
-        hidden_size=backbone.hidden_size,
-        vocab_size=backbone.vocab_size,
-        head_vocab_size=backbone.vocab_size if token_map is None else len(token_map),
-    )
-    heads = MedusaHeads(shape, token_map)
-    heads.copy_lm_head(backbone.lm_head.weight.detach())  # pyright: ignore
-    return heads.to(backbone.device)
+    lm_head = "own" if token_map is None else "reduced"
+    weight: Tensor = case.backbone.lm_head.weight  # pyright: ignore
+    return untrained_heads(weight, num_heads=NUM_HEADS, lm_head=lm_head, token_map=token_map)
 
 
 def _dtype(case: Case) -> torch.dtype:

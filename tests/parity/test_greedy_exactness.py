@@ -20,7 +20,7 @@ from decoding_case import (
 )
 
 from medusa_train.decode import DraftModel, Medusa, Plain
-from medusa_train.model.heads import HeadsShape, MedusaHeads
+from medusa_train.model.heads import untrained_heads
 
 PROMPT = random_ids(20)
 LENGTH = 48
@@ -67,17 +67,7 @@ def test_those_heads_make_every_depth_happen(tree):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_medusa_with_random_heads(family):
     backbone, truth, _ = case(family)
-    size = backbone.vocab_size
-    shape = HeadsShape(
-        num_heads=DEPTH,
-        num_layers=1,
-        lm_head="own",
-        hidden_size=backbone.hidden_size,
-        vocab_size=size,
-        head_vocab_size=size,
-    )
-    heads = MedusaHeads(shape)
-    heads.copy_lm_head(backbone.lm_head.weight.detach())  # pyright: ignore
+    heads = untrained_heads(backbone.lm_head.weight, num_heads=DEPTH)  # pyright: ignore
     generator = torch.Generator().manual_seed(2)
     for parameter in heads.parameters():
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)

@@ -16,7 +16,7 @@ from decoding_case import (
 
 from medusa_train.decode import Medusa
 from medusa_train.decode.medusa import HeadGuesses
-from medusa_train.model.heads import HeadsShape, MedusaHeads
+from medusa_train.model.heads import untrained_heads
 from medusa_train.ops.tree import chain
 
 PROMPT = random_ids(10)
@@ -30,16 +30,9 @@ def text(tiny):
 
 def make_heads(tiny, lm_head, token_map=None, *, num_heads=3):
     """Heads whose blocks differ, so that no two heads guess alike."""
-    shape = HeadsShape(
-        num_heads=num_heads,
-        num_layers=1,
-        lm_head=lm_head,
-        hidden_size=tiny.hidden_size,
-        vocab_size=tiny.vocab_size,
-        head_vocab_size=tiny.vocab_size if token_map is None else len(token_map),
+    heads = untrained_heads(
+        tiny.lm_head.weight, num_heads=num_heads, lm_head=lm_head, token_map=token_map
     )
-    heads = MedusaHeads(shape, token_map)
-    heads.copy_lm_head(tiny.lm_head.weight.detach())
     generator = torch.Generator().manual_seed(0)
     for name, parameter in heads.named_parameters():
         if "layers" in name:
