@@ -118,9 +118,7 @@ class Run:
 
     def check_inputs(self) -> None:
         """Refuse finished stages of other settings, or under `paths` of another model."""
-        needed = {need for name in self.config.stages for need in _NEEDS[name]}
-        if self.config.medusa2.start == "fresh" and "evaluate" not in self.config.stages:
-            needed.discard("medusa1")
+        needed = {need for name in self.config.stages for need in self._needs(name)}
         for name in sorted(needed - set(self.config.stages)):
             manifest, given = made_in(self.folder(name)), getattr(self.config.paths, name)
             if manifest is None:
@@ -225,20 +223,19 @@ class Run:
                 }
             case "medusa1":
                 settings = {"heads": asdict(config.heads), "medusa1": _training(config.medusa1)}
-                return {**shared, **settings, "builds_on": self._builds_on("distill")}
+                return {**shared, **settings, "builds_on": self._builds_on(name)}
             case "medusa2":
                 settings = {"heads": asdict(config.heads), "medusa2": _training(config.medusa2)}
-                needed = ("distill", "medusa1")[: 1 + (config.medusa2.start == "medusa1")]
-                return {**shared, **settings, "builds_on": self._builds_on(*needed)}
+                return {**shared, **settings, "builds_on": self._builds_on(name)}
             case "draft":
                 settings = {"draft": _training(config.draft)}
-                return {**shared, **settings, "builds_on": self._builds_on("distill")}
+                return {**shared, **settings, "builds_on": self._builds_on(name)}
             case _:
                 return {
                     **shared,
                     "prompts": {**asdict(config.prompts), "digest": self._prompts_digest},
                     "evaluate": asdict(config.evaluate),
-                    "builds_on": self._builds_on(*_NEEDS["evaluate"]),
+                    "builds_on": self._builds_on(name),
                 }
 
     @cached_property
@@ -247,10 +244,15 @@ class Run:
         splits = prompts_by_split(self.config.prompts)
         return fingerprint({name: [p.text for p in prompts] for name, prompts in splits.items()})
 
-    def _builds_on(self, *stages: str) -> dict[str, str | None]:
-        """Fingerprints of earlier stages: as they are on disk, or as this run will make them."""
+    def _needs(self, stage: str) -> tuple[str, ...]:
+        """The stages that one builds on, as this run is set."""
+        fresh = stage == "medusa2" and self.config.medusa2.start == "fresh"
+        return tuple(need for need in _NEEDS[stage] if not (fresh and need == "medusa1"))
+
+    def _builds_on(self, stage: str) -> dict[str, str | None]:
+        """Fingerprints of the stages before: as they are on disk, or as this run will make them."""
         found: dict[str, str | None] = {}
-        for name in stages:
+        for name in self._needs(stage):
             manifest = None if name in self.config.stages else made_in(self.folder(name))
             if name in self.config.stages:
                 found[name] = self.stage(name).fingerprint

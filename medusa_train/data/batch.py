@@ -60,26 +60,17 @@ def row_targets(row: Row, num_heads: int, *, first: int = 2) -> Tensor:
 
 def head_batch(rows: Sequence[Row], source: HiddenSource, heads: MedusaHeads) -> HeadBatch:
     """Hidden states and targets of some rows, without the positions that teach nothing."""
-    sources, targets, teachers, hidden, spans = source(rows), [], [], [], []
-    ahead = torch.arange(1, len(heads) + 1).unsqueeze(1)
-    before = taken = 0
-    for row, states in zip(rows, sources, strict=True):
-        target, place = _taught(row, row_targets(row, len(heads)))
-        hidden.append(states[place.to(states.device)])
-        targets.append(target)
-        teachers.append(torch.where(target != IGNORE, before + place + ahead, 0))
-        spans.append(_decoding_span(row, place, target[0], taken))
-        before += len(states)
-        taken += len(place)
-    device = sources[0].device
-    joined = torch.cat(targets, dim=1).to(device)
+    sources = source(rows)
+    states = torch.cat(sources)
+    taught = _taught(rows, len(heads), first=2)
+    joined = taught.targets.to(states.device)
     return HeadBatch(
-        hidden=torch.cat(hidden),
+        hidden=states[taught.stored.to(states.device)],
         targets=heads.to_head_ids(joined),
         wanted=joined != IGNORE,
-        spans=spans,
-        states=torch.cat(sources),
-        teachers=torch.cat(teachers, dim=1).to(device),
+        spans=taught.spans,
+        states=states,
+        teachers=taught.teachers.to(states.device),
     )
 
 
@@ -91,37 +82,64 @@ def joint_batch(
     `source` gives the hidden states of the original model.
     """
     ids, attend = padded(rows, device)
-    sources, places, targets, teachers, spans = source(rows), [], [], [], []
-    ahead = torch.arange(len(heads) + 1).unsqueeze(1)
-    before = taken = 0
-    for b, (row, states) in enumerate(zip(rows, sources, strict=True)):
-        target, place = _taught(row, row_targets(row, len(heads) + 1, first=1))
-        places.append(b * ids.shape[1] + row.states_start + place)
-        targets.append(target)
-        teachers.append(torch.where(target != IGNORE, before + place + ahead, 0))
-        spans.append(_decoding_span(row, place, target[1], taken))
-        before += len(states)
-        taken += len(place)
-    base, *others = torch.cat(targets, dim=1).to(device)
+    taught = _taught(rows, len(heads) + 1, first=1)
+    base, *others = taught.targets.to(device)
     joined = torch.stack(others)
     return JointBatch(
         ids=ids,
         attend=attend,
-        place=torch.cat(places).to(device),
+        place=(taught.row * ids.shape[1] + taught.place).to(device),
         base_targets=base,
         targets=heads.to_head_ids(joined),
         wanted=joined != IGNORE,
-        spans=spans,
-        states=torch.cat(sources),
-        teachers=torch.cat(teachers, dim=1).to(device),
+        spans=taught.spans,
+        states=torch.cat(source(rows)),
+        teachers=taught.teachers.to(device),
     )
 
 
-def _taught(row: Row, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Targets at the positions that have any, [L, P], and these, from `states_start`, [P]."""
-    targets = targets[:, row.states_start : len(row.ids) - 1]
-    place = (targets != IGNORE).any(dim=0).nonzero().squeeze(1)
-    return targets[:, place], place
+@dataclass(frozen=True, kw_only=True)
+class _Taught:
+    """The positions of some rows at which something has a target, and the targets there.
+
+    `stored` counts among the Q positions of all rows that have a stored hidden state.
+    """
+
+    targets: Tensor  # [L, P]
+    row: Tensor  # of each position, [P]
+    place: Tensor  # in its row, [P]
+    stored: Tensor  # [P]
+    teachers: Tensor  # the position that each target was computed from, as in `stored`, [L, P]
+    spans: list[tuple[int, int]]  # among P, the positions of each row that decoding starts from
+
+
+def _taught(rows: Sequence[Row], num_losses: int, *, first: int) -> _Taught:
+    """What `num_losses` losses are taught by some rows, the first looking `first` tokens ahead."""
+    targets, row_of, places, stored, spans = [], [], [], [], []
+    before = taken = 0
+    for b, row in enumerate(rows):
+        end = len(row.ids) - 1  # nothing follows the last token
+        target = row_targets(row, num_losses, first=first)[:, row.states_start : end]
+        place = (target != IGNORE).any(dim=0).nonzero().squeeze(1)
+        target = target[:, place]
+        targets.append(target)
+        row_of.append(torch.full_like(place, b))
+        places.append(row.states_start + place)
+        stored.append(before + place)
+        head0 = target[2 - first]  # two ahead
+        spans.append(_decoding_span(row, places[-1], head0, taken))
+        before += end - row.states_start
+        taken += len(place)
+    joined, at = torch.cat(targets, dim=1), torch.cat(stored)
+    ahead = torch.arange(first - 1, first - 1 + num_losses).unsqueeze(1)
+    return _Taught(
+        targets=joined,
+        row=torch.cat(row_of),
+        place=torch.cat(places),
+        stored=at,
+        teachers=torch.where(joined != IGNORE, at + ahead, 0),
+        spans=spans,
+    )
 
 
 def _decoding_span(row: Row, place: Tensor, head0: Tensor, taken: int) -> tuple[int, int]:
@@ -130,7 +148,7 @@ def _decoding_span(row: Row, place: Tensor, head0: Tensor, taken: int) -> tuple[
     From the last one of the prompt on, as long as head 0 has a target. `taken` positions of other
     rows come before.
     """
-    starts = (place + row.states_start >= row.answer_start - 1) & (head0 != IGNORE)
+    starts = (place >= row.answer_start - 1) & (head0 != IGNORE)
     known = starts.nonzero().squeeze(1).tolist()
     return (taken + known[0], taken + known[-1] + 1) if known else (taken, taken)
 

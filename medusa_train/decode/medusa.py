@@ -1,5 +1,6 @@
 """Medusa decoding: the heads guess a tree, the target checks all of it in one forward, greedy."""
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -17,15 +18,27 @@ class Medusa:
 
     name = "medusa"
 
-    def __init__(self, model: LanguageModel, heads: MedusaHeads, tree: Tree) -> None:
-        """Decode with `model`, guessing with `heads` along `tree`."""
+    def __init__(
+        self,
+        model: LanguageModel,
+        heads: MedusaHeads,
+        tree: Tree,
+        *,
+        guesses: "HeadGuesses | None" = None,
+    ) -> None:
+        """Decode with `model`, guessing with `heads` along `tree`.
+
+        `guesses` are those of the same heads for a tree at least as deep, where there are some:
+        laying out the heads' weights for decoding again costs a copy of them.
+        """
         self.device = model.device
         self.longest_block = len(tree.ranks_by_depth) + 1
         self.tree = tree
         self.max_positions = model.max_positions - len(tree.ranks_by_depth)
-        self._model, self._heads = model, heads
+        self._model = model
         self._reader = Reader(model)
-        self._guesses = HeadGuesses(model, heads, tree.ranks_by_depth)
+        ranks = tree.ranks_by_depth
+        self._guesses = (guesses or HeadGuesses(model, heads, ranks)).limited(ranks)
         starts = [sum(tree.ranks_by_depth[:d]) for d in range(len(tree.ranks_by_depth))]
         places = [starts[len(path) - 1] + path[-1] for path in tree.paths]
         self._places = torch.tensor(places, device=self.device)  # of each node in the guesses
@@ -63,6 +76,12 @@ class HeadGuesses:
             heads[k].for_decoding(shared=model.logits) for k in range(len(ranks_by_depth))
         ]
         self._valid = model.valid_ids if heads.token_map is None else None
+
+    def limited(self, ranks_by_depth: Sequence[int]) -> "HeadGuesses":
+        """The same heads, or the first of them, asked for other numbers of tokens."""
+        other = copy.copy(self)
+        other._ranks = ranks_by_depth
+        return other
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Target ids, head by head, each head's from best to worst: [D] -> [sum of ranks]."""

@@ -10,6 +10,7 @@ from medusa_train.config.schema import Config, EvaluateConfig
 from medusa_train.data.hidden_states import choose_source
 from medusa_train.data.rows import read_split
 from medusa_train.decode import Medusa, Method, Plain
+from medusa_train.decode.medusa import HeadGuesses
 from medusa_train.errors import ConfigError
 from medusa_train.evaluate.accuracy import head_accuracy, rank_rows
 from medusa_train.evaluate.describe import (
@@ -130,7 +131,9 @@ def _size_curve(
     settings: EvaluateConfig,
 ) -> list[TreeSize]:
     """For each tree what it promises: simulated tokens per step over measured step latency."""
-    methods: list[Method] = [Plain(backbone), *(Medusa(backbone, heads, tree) for tree in trees)]
+    guesses = HeadGuesses(backbone, heads, [1] * len(heads))
+    along = [Medusa(backbone, heads, tree, guesses=guesses) for tree in trees]
+    methods: list[Method] = [Plain(backbone), *along]
     plain, *steps = step_seconds(methods, prompt, repeats=settings.latency_repeats)
     curve = []
     for tree, seconds in zip(trees, steps, strict=True):

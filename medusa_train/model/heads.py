@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa_train.model.lm_head import LogitsAt
 from medusa_train.model.packed import fast_linear, fast_twin
 from medusa_train.model.vocabulary import to_reduced_ids
 from medusa_train.ops.loss import IGNORE, SoftTargets, linear_cross_entropy
@@ -97,6 +98,11 @@ class MedusaHead(nn.Module):
     def logits(self, hidden: Tensor, *, shared: Tensor | None = None) -> Tensor:
         """[P, D] -> [P, V], in the dtype of the weights."""
         return F.linear(self.layers(hidden.to(self._block_dtype(hidden))), self._weight(shared))
+
+    def prepared(self, features: Tensor) -> LogitsAt:
+        """Logits of own LM heads after `features` [P, D], asked for while the weights are whole."""
+        weight = self._weight(None)
+        return lambda at: F.linear(features[at], weight)
 
     def for_decoding(self, *, shared: Projection) -> Projection:
         """The same logits with frozen weights laid out for few positions: [P, D] -> [P, V].

@@ -64,22 +64,17 @@ class LoraLmHead(nn.Module):
     def forward(
         self,
         hidden: Tensor,
-        targets: Tensor | None = None,
+        targets: Tensor,
         *,
         soft: SoftTargets | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Logits, [..., D] -> [..., V]; with `targets` [P] the summed loss of [P, D]."""
-        if targets is None:
-            flat = hidden.flatten(0, -2)
-            everywhere = torch.arange(len(flat), device=flat.device)
-            return self.prepared(flat)(everywhere).unflatten(0, hidden.shape[:-1])
-        down, up = self._low_rank(hidden)
+        """The summed loss of [P, D] against `targets`, [P]."""
         return linear_cross_entropy(
             hidden,
             self._frozen,
             targets,
-            low_rank=(down, up),
+            low_rank=self._low_rank(hidden),
             soft=soft,
             compute_dtype=compute_dtype,
         )

@@ -28,7 +28,7 @@ from medusa_train.train.objective import (
     products_in,
     ranks_by_row,
 )
-from medusa_train.train.run import choose_vocabulary, read_rows, summarise, take, train_objective
+from medusa_train.train.run import choose_vocabulary, read_rows, take, train_objective
 
 DRAFT_FOLDER = "model"
 
@@ -135,15 +135,13 @@ def train_draft(
     )
     folder = stage.folder / DRAFT_FOLDER
 
-    def save(_: Engine, trained: dict[str, Tensor]) -> dict[str, Path]:
+    def save(_: Engine, trained: dict[str, Tensor]) -> None:
         if world.is_main:
             whole = cut_draft(backbone, settings.num_layers, token_map, device=torch.device("cpu"))
             take(whole, trained, prefix="draft.")
             save_draft(folder, whole, tokenizer=backbone.tokenizer)
-        world.wait()
-        return {"draft": folder}
 
-    state, trained = train_objective(
+    _, summary = train_objective(
         config,
         settings.optim,
         stage,
@@ -151,9 +149,10 @@ def train_draft(
         rows,
         held_out,
         distill=distill,
-        frozen=backbone.model,
-        device=device,
+        backbone=backbone,
         world=world,
         save=save,
+        results={"draft": folder},
+        token_map=token_map,
     )
-    return summarise(state, trained, folder, rows, token_map)
+    return summary

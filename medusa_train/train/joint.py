@@ -6,20 +6,17 @@ Legend: P positions, Q all positions of the rows, L losses, K heads, V vocabular
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from medusa_train.config.training import Medusa2Config
 from medusa_train.data.batch import JointBatch, joint_batch, row_targets
 from medusa_train.data.hidden_states import HiddenSource
 from medusa_train.data.rows import Row
-from medusa_train.model.heads import MedusaHead, MedusaHeads
-from medusa_train.model.lm_head import LogitsAt
+from medusa_train.model.heads import MedusaHeads
 from medusa_train.model.student import Student
-from medusa_train.ops.loss import IGNORE, softmax_slices
+from medusa_train.ops.loss import IGNORE, SoftTargets, softmax_slices
 from medusa_train.train.medusa1 import head_target_counts, measure_heads
 from medusa_train.train.objective import (
     Gather,
@@ -113,8 +110,7 @@ class Medusa2Objective(Objective):
 
     def losses(self, trunk: Tensor, batch: JointBatch) -> Iterator[Tensor]:
         """As `Objective.losses`: of the base LM head, then of the heads."""
-
-        original = partial(_original, self._teacher, batch.states, batch.teachers[0])
+        original = self._original(self._teacher, batch, 0)
         distill = self._settings.base_loss == "self_distill"
         for soft in (original if distill else None, *([original] if self._near else [])):
             yield self.student.lm_head(
@@ -123,8 +119,7 @@ class Medusa2Objective(Objective):
         for k, (head, targets) in enumerate(zip(self.heads, batch.targets, strict=True)):
             soft = None
             if self._heads_teacher is not None:
-                places = batch.teachers[1 + k]
-                soft = partial(_original, self._heads_teacher, batch.states, places)
+                soft = self._original(self._heads_teacher, batch, 1 + k)
             inputs, module = trunk, head
             if head.lm_head is None:
                 inputs = head.features(trunk, compute_dtype=self._dtype)
@@ -140,25 +135,13 @@ class Medusa2Objective(Objective):
         token is the one of the row, which is the original's own where rows are greedy.
         """
         hidden, lm_head = self.trunk(batch), self.student.lm_head
-
-        def project(head: MedusaHead, features: Tensor) -> LogitsAt:
-            weight = head.lm_head
-            if weight is None:
-                return lm_head.prepared(features)
-            return lambda at: F.linear(features[at], weight)
-
-        targets = batch.base_targets
-        kl = lm_head(
-            hidden,
-            targets,
-            soft=partial(_original, self._teacher, batch.states, batch.teachers[0]),
-            compute_dtype=self._dtype,
-        )
+        targets, original = batch.base_targets, self._original(self._teacher, batch, 0)
+        kl = lm_head(hidden, targets, soft=original, compute_dtype=self._dtype)
         with gather(lm_head):  # after it was called, which would shard its weights again
             size = lm_head.out_features
             loss, ranks = measure_head(lm_head.prepared(hidden), size, targets, self._dtype)
             heads = measure_heads(
-                self.heads, hidden, batch, project, dtype=self._dtype, gather=gather
+                self.heads, hidden, batch, lm_head.prepared, dtype=self._dtype, gather=gather
             )
         count = float((targets != IGNORE).sum())
         bases = 2 if self._near else 1
@@ -173,15 +156,12 @@ class Medusa2Objective(Objective):
             },
         )
 
+    def _original(self, teacher: Teacher, batch: JointBatch, index: int) -> SoftTargets:
+        """The original model's distributions, for the targets of the base (0) or of a head."""
+        places = batch.teachers[index]
 
-@torch.no_grad()
-def _original(teacher: Teacher, states: Tensor, places: Tensor, at: Tensor) -> Tensor:
-    """The original model's distributions at some of a batch's positions, [p] -> [p, V].
+        @torch.no_grad()
+        def distributions(at: Tensor) -> Tensor:
+            return softmax_slices(teacher(batch.states[places[at]]))
 
-    Args:
-        teacher: logits after hidden states.
-        states: of all positions of the rows, [Q, D].
-        places: among Q, for each of the batch's positions, [P].
-        at: among P, [p].
-    """
-    return softmax_slices(teacher(states[places[at]]))
+        return distributions

@@ -16,7 +16,7 @@ from medusa_train.data.batch import HeadBatch, JointBatch, head_batch, row_targe
 from medusa_train.data.hidden_states import HiddenSource, choose_source
 from medusa_train.data.rows import Row
 from medusa_train.model.backbone import Backbone, choose_dtype
-from medusa_train.model.heads import MedusaHead, MedusaHeads, untrained_heads
+from medusa_train.model.heads import MedusaHeads, untrained_heads
 from medusa_train.model.lm_head import LogitsAt
 from medusa_train.model.weights import save_heads
 from medusa_train.ops.loss import IGNORE, softmax_slices
@@ -36,7 +36,6 @@ from medusa_train.train.run import (
     choose_vocabulary,
     make_teacher,
     read_rows,
-    summarise,
     take,
     train_objective,
 )
@@ -120,16 +119,15 @@ class Medusa1Objective(Objective):
     @torch.no_grad()
     def measure(self, batch: HeadBatch, gather: Gather) -> Measured:
         """As `Objective.measure`."""
-        shared = None if self._shared is None else self._shared.to(self._dtype)
-
-        def project(head: MedusaHead, features: Tensor) -> LogitsAt:
-            weight = head.lm_head if shared is None else shared
-            assert weight is not None
-            return lambda at: F.linear(features[at], weight)
-
         return measure_heads(
-            self.heads, batch.hidden, batch, project, dtype=self._dtype, gather=gather
+            self.heads, batch.hidden, batch, self._prepared, dtype=self._dtype, gather=gather
         )
+
+    def _prepared(self, features: Tensor) -> LogitsAt:
+        """Logits of the shared LM head after `features`, [P, D]."""
+        assert self._shared is not None
+        weight = self._shared.to(self._dtype)
+        return lambda at: F.linear(features[at], weight)
 
 
 def head_target_counts(rows: Sequence[Row], heads: MedusaHeads) -> Tensor:
@@ -147,7 +145,7 @@ def measure_heads(
     heads: MedusaHeads,
     hidden: Tensor,
     batch: HeadBatch | JointBatch,
-    project: Callable[[MedusaHead, Tensor], LogitsAt],
+    shared: Callable[[Tensor], LogitsAt],
     *,
     dtype: torch.dtype,
     gather: Gather,
@@ -158,7 +156,7 @@ def measure_heads(
         heads: trained.
         hidden: [P, D].
         batch: its targets.
-        project: logits of a head from its features, [P, D], while its weights are whole.
+        shared: logits, from features [P, D], of the LM head of those that have none of their own.
         dtype: of the matrix products.
         gather: makes a head's weights whole.
     """
@@ -166,8 +164,9 @@ def measure_heads(
     losses, ranks = [], []
     for head, targets in zip(heads, batch.targets, strict=True):
         features = head.features(hidden, compute_dtype=dtype).float()
+        prepared = shared if head.lm_head is None else head.prepared
         with gather(head):
-            loss, rank = measure_head(project(head, features), size, targets, dtype)
+            loss, rank = measure_head(prepared(features), size, targets, dtype)
         losses.append(loss)
         ranks.append(rank)
     return Measured(
@@ -190,7 +189,7 @@ def train_medusa1(
         world: this process among the others; all of them call this.
 
     Returns:
-        What `summarise` gives, the same on every process.
+        What `train_objective` says of it, the same on every process.
 
     Raises:
         MedusaError: whatever a user can change; see the modules that are called.
@@ -218,15 +217,13 @@ def train_medusa1(
     )
     folder = stage.folder / HEADS_FOLDER
 
-    def save(_: Engine, trained: dict[str, Tensor]) -> dict[str, Path]:
+    def save(_: Engine, trained: dict[str, Tensor]) -> None:
         if world.is_main:
             whole = MedusaHeads(heads.shape, heads.token_map)
             take(whole, trained, prefix="heads.")
             save_heads(folder, whole, base_model=backbone.name)
-        world.wait()
-        return {"heads": folder}
 
-    state, trained = train_objective(
+    _, summary = train_objective(
         config,
         config.medusa1.optim,
         stage,
@@ -234,12 +231,13 @@ def train_medusa1(
         rows,
         held_out,
         distill=distill,
-        frozen=backbone.model,
-        device=backbone.device,
+        backbone=backbone,
         world=world,
         save=save,
+        results={"heads": folder},
+        token_map=heads.token_map,
     )
-    return summarise(state, trained, folder, rows, heads.token_map)
+    return summary
 
 
 def fresh_heads(config: Config, rows: Sequence[Row], backbone: Backbone) -> MedusaHeads:

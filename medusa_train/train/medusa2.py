@@ -21,7 +21,7 @@ from medusa_train.train.checkpoint import TrainState
 from medusa_train.train.engine import Engine
 from medusa_train.train.joint import Medusa2Objective
 from medusa_train.train.medusa1 import HEADS_FOLDER, fresh_heads
-from medusa_train.train.run import make_teacher, read_rows, summarise, train_objective
+from medusa_train.train.run import make_teacher, read_rows, train_objective
 
 MERGED_FOLDER = "model"
 ADAPTER_FOLDER = "adapter"
@@ -49,7 +49,7 @@ def train_medusa2(
         world: this process among the others; all of them call this.
 
     Returns:
-        What `summarise` gives, and what has become of the backbone on the held-out rows:
+        What `train_objective` says of it, and what has become of the backbone on the held-out rows:
         perplexity before and after, KL to the original and greedy agreement.
 
     Raises:
@@ -88,22 +88,22 @@ def train_medusa2(
         compute_dtype=dtype,
         heads_teacher=heads_teacher,
     )
-    folder, adapter = stage.folder / HEADS_FOLDER, stage.folder / ADAPTER_FOLDER
+    results = {"heads": stage.folder / HEADS_FOLDER}
+    if lora is not None:
+        results["adapter"] = stage.folder / ADAPTER_FOLDER
 
-    def save(engine: Engine, _: dict[str, Tensor]) -> dict[str, Path]:
+    def save(engine: Engine, _: dict[str, Tensor]) -> None:
         with engine.gathered(objective):
             if world.is_main:
                 merged = stage.folder / MERGED_FOLDER
                 base = str(merged) if settings.merge else backbone.name
-                save_heads(folder, heads, base_model=base)
+                save_heads(results["heads"], heads, base_model=base)
                 if lora is not None:
-                    student.save_adapter(adapter)
+                    student.save_adapter(results["adapter"])
                 if settings.merge:
                     student.save_merged(merged, backbone.tokenizer)
-        world.wait()
-        return {"heads": folder} if lora is None else {"heads": folder, "adapter": adapter}
 
-    state, trained = train_objective(
+    state, summary = train_objective(
         config,
         settings.optim,
         stage,
@@ -111,13 +111,14 @@ def train_medusa2(
         rows,
         held_out,
         distill=distill,
-        frozen=backbone.model,
-        device=device,
+        backbone=backbone,
         world=world,
         save=save,
+        results=results,
+        token_map=heads.token_map,
     )
     return {
-        **summarise(state, trained, folder, rows, heads.token_map),
+        **summary,
         "tokens_before": 0 if start is None else start.summary["tokens"],
         "seconds_before": 0 if start is None else start.summary["seconds"],
         "merged_dtype": str(student.dtype).removeprefix("torch.") if settings.merge else None,

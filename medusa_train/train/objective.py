@@ -5,6 +5,7 @@ An objective owns the trained modules. What a frozen backbone gives stays outsid
 Legend: B rows, P positions, L losses, K heads, V vocabulary (of one LM head), D hidden size.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -77,7 +78,7 @@ def joined(parts: Sequence[Measured]) -> Measured:
     )
 
 
-class Objective(nn.Module):
+class Objective(nn.Module, ABC):
     """Sums of losses; the loop divides them by the counts of the whole global step.
 
     The loss of a step is `sum_l weights[l] * S_l / max(N_l, 1)`, where S_l and N_l are the sum and
@@ -87,36 +88,36 @@ class Objective(nn.Module):
     names: tuple[str, ...]  # of the losses, such as `head0`, [L]
     score_name = "tokens_per_step"  # what `score` gives
 
+    @abstractmethod
     def weights(self, progress: float) -> tuple[float, ...]:
         """Of each loss in that of a step, [L], at a share of the run from 0 to 1."""
-        raise NotImplementedError
 
+    @abstractmethod
     def groups(self) -> list[ParameterGroup]:
         """Everything that is trained."""
-        raise NotImplementedError
 
+    @abstractmethod
     def batch(self, rows: Sequence[Row]) -> Any:
         """What `trunk` and `losses` read of some rows, on the device."""
-        raise NotImplementedError
 
+    @abstractmethod
     def target_counts(self, rows: Sequence[Row]) -> Tensor:
         """Supervised pairs of some rows per loss, [L], int64, on the CPU; no model is run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def trunk(self, batch: Any) -> Tensor:
         """The hidden states that all losses read, [P, D]; with a graph if they are trained too."""
-        raise NotImplementedError
 
+    @abstractmethod
     def losses(self, trunk: Tensor, batch: Any) -> Iterator[Tensor]:
         """Each summed loss in turn, made only when asked for.
 
         Running backward on one before asking for the next keeps one head's gradients in flight.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def measure(self, batch: Any, gather: Gather) -> Measured:
         """The held-out view of a batch; without gradients."""
-        raise NotImplementedError
 
     def score(self, measured: Measured) -> float:
         """What checkpoints are compared by, the higher the better."""

@@ -25,9 +25,9 @@ from medusa_train.train.engine import Engine, build_engine
 from medusa_train.train.loop import Fit
 from medusa_train.train.objective import Gather, Objective, Teacher
 
-# Writes what a training came to, from its engine and the whole trained weights; every process calls
-# it. Gives each folder that others can build on under the name of what it holds, such as `heads`
-Save = Callable[[Engine, dict[str, Tensor]], Mapping[str, Path]]
+# Writes what a training came to, from the engine and the whole trained weights; every process calls
+# it, the first one writes
+Save = Callable[[Engine, dict[str, Tensor]], None]
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +69,12 @@ def train_objective(
     held_out: Sequence[Row],
     *,
     distill: Path,
-    frozen: nn.Module,
-    device: torch.device,
+    backbone: Backbone,
     world: World,
     save: Save,
-) -> tuple[TrainState, dict[str, Tensor]]:
+    results: Mapping[str, Path],
+    token_map: Tensor | None,
+) -> tuple[TrainState, dict[str, Any]]:
     """From the built objective to its saved result, resuming where there is a checkpoint.
 
     Args:
@@ -84,18 +85,22 @@ def train_objective(
         rows: to learn.
         held_out: to measure.
         distill: the folder that both were read from.
-        frozen: whose parameters without a gradient must not change.
-        device: of everything.
+        backbone: whose parameters without a gradient must not change; on the device of everything.
         world: this process among the others.
         save: writes the result, while metrics can still be sent.
+        results: each folder of it that others can build on, by what it holds; the first one is that
+            of the trained weights.
+        token_map: the reduced vocabulary, [V]; None for the whole one.
 
     Returns:
-        The last state, and the whole trained weights by name.
+        The last state, and what a manifest says of a training: steps, tokens, seconds, parameters,
+        bytes, coverage of the answers by the vocabulary, and the last held-out figures.
 
     Raises:
         TrainingError: if a frozen weight is not bit for bit what it was before.
     """
-    before = _checksum(frozen, lambda module: nullcontext())
+    device = backbone.device
+    before = _checksum(backbone.model, lambda module: nullcontext())
     world.start(device)
     engine = build_engine(objective, optim, config.deepspeed, world=world, device=device)
     checkpoints = Checkpoints(
@@ -136,15 +141,28 @@ def train_objective(
     )
     try:
         state = _best(checkpoints, engine, fit.run())
-        if _checksum(frozen, engine.gathered) != before:
+        if _checksum(backbone.model, engine.gathered) != before:
             raise TrainingError("the backbone changed during training, which must never happen")
         trained = engine.trained_state()
-        for name, folder in save(engine, trained).items():
+        save(engine, trained)
+        world.wait()
+        for name, folder in results.items():
             sink.artifact(name, "model", folder)
         sink.artifact("rows", "dataset", distill, "*/part-*.parquet")
     finally:
         sink.close()
-    return state, trained
+    parameters = sum(tensor.numel() for tensor in trained.values())
+    folder = next(iter(results.values()))
+    answers = (row.answer_ids for row in rows)
+    return state, {
+        "steps": state.step,
+        "tokens": state.tokens,
+        "seconds": state.seconds,
+        "parameters": parameters,
+        "bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
+        "coverage": 1.0 if token_map is None else coverage(answers, token_map),
+        **state.held_out,
+    }
 
 
 def _best(checkpoints: Checkpoints, engine: Engine, state: TrainState) -> TrainState:
@@ -209,25 +227,3 @@ def _checksum(model: nn.Module, gather: Gather) -> int:
                 places = torch.arange(1, len(rows) + 1, device=rows.device)
                 total += int((rows * places).sum())
     return total
-
-
-def summarise(
-    state: TrainState,
-    trained: dict[str, Tensor],
-    folder: Path,
-    rows: Sequence[Row],
-    token_map: Tensor | None,
-) -> dict[str, Any]:
-    """What a manifest says of a training: steps, tokens, seconds, parameters, bytes, coverage of
-    the answers by the vocabulary, and the last held-out figures.
-    """
-    answers = (row.answer_ids for row in rows)
-    return {
-        "steps": state.step,
-        "tokens": state.tokens,
-        "seconds": state.seconds,
-        "parameters": sum(tensor.numel() for tensor in trained.values()),
-        "bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors")),
-        "coverage": 1.0 if token_map is None else coverage(answers, token_map),
-        **state.held_out,
-    }
