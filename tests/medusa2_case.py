@@ -56,3 +56,8 @@ def disturb(module: torch.nn.Module, *, seed: int = 0, by: float = 0.1) -> None:
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data += by * torch.randn(parameter.shape, generator=generator)
+
+
+def logits_of(model, rows) -> list[torch.Tensor]:
+    """Of each row alone, [T, V]."""
+    return [model(input_ids=torch.tensor([row.ids])).logits[0].detach() for row in rows]

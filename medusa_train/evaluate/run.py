@@ -7,7 +7,7 @@ from typing import Any
 
 from medusa_train.config.schema import Config
 from medusa_train.data.prompts import EncodedPrompt, encode_prompts, prompts_by_split
-from medusa_train.data.rows import read_split
+from medusa_train.data.rows import Row, read_split
 from medusa_train.decode import DraftModel, Medusa, Method, Plain
 from medusa_train.errors import DataError
 from medusa_train.evaluate.describe import draft_info, model_info
@@ -55,11 +55,12 @@ def evaluate(
     """
     settings = config.evaluate
     prompts = _prompts(config, backbone)
-    refuse_trained(prompts, distilled)
+    calibration = read_split(distilled / "calibration")
+    refuse_trained(prompts, [*read_split(distilled / "train"), *calibration], distilled)
     medusa_heads = load_heads(
         heads.folder, dtype=backbone.dtype, device=backbone.device, backbone=backbone
     )
-    heads_info, tree, tree_info = choose_tree(config, backbone, medusa_heads, heads, distilled)
+    heads_info, tree, tree_info = choose_tree(config, backbone, medusa_heads, heads, calibration)
     write_json(stage.folder / TREE, {"paths": [list(path) for path in tree.paths]})
     methods: dict[str, Method] = {
         "plain": Plain(backbone),
@@ -109,13 +110,12 @@ def _prompts(config: Config, backbone: Backbone) -> list[EncodedPrompt]:
     )
 
 
-def refuse_trained(prompts: Sequence[EncodedPrompt], distilled: Path) -> None:
-    """Test prompts must not be among those that were trained on or calibrated with.
+def refuse_trained(prompts: Sequence[EncodedPrompt], rows: Sequence[Row], distilled: Path) -> None:
+    """Test prompts must not be among the rows that were trained on or calibrated with.
 
     Raises:
         DataError: naming one that is.
     """
-    rows = [row for split in ("train", "calibration") for row in read_split(distilled / split)]
     known = {row.prompt for row in rows}
     leaked = [encoded.prompt.id for encoded in prompts if encoded.prompt.text in known]
     if leaked:

@@ -2,13 +2,12 @@
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 from torch import Tensor
 
 from medusa_train.config.schema import Config, EvaluateConfig
 from medusa_train.data.hidden_states import choose_source
-from medusa_train.data.rows import read_split
+from medusa_train.data.rows import Row
 from medusa_train.decode import Medusa, Method, Plain
 from medusa_train.decode.medusa import HeadGuesses
 from medusa_train.errors import ConfigError
@@ -35,7 +34,7 @@ def choose_tree(
     backbone: Backbone,
     heads: MedusaHeads,
     trained: Trained,
-    distilled: Path,
+    rows: Sequence[Row],
 ) -> tuple[HeadsInfo, Tree, TreeInfo]:
     """The heads' accuracies, the tree to decode with, and the curve it was chosen from.
 
@@ -44,13 +43,12 @@ def choose_tree(
         backbone: the target.
         heads: in the dtype they will decode in.
         trained: where they come from.
-        distilled: folder of the distilled rows; `calibration` is read.
+        rows: held out, with greedy answers.
 
     Raises:
         ConfigError: if a given tree does not fit the heads.
     """
     settings = config.evaluate
-    rows = read_split(distilled / "calibration")
     # Stored states are those of the original backbone, which medusa2 has changed
     stored = trained.stage == "medusa1" and config.medusa1.hidden_states != "online"
     source = choose_source(
