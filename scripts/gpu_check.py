@@ -5,7 +5,6 @@ What the file holds is in scripts/results/README.md, the checks themselves are i
 
 import argparse
 import importlib.metadata
-import json
 import os
 import re
 import sys
@@ -129,10 +128,10 @@ def without_paths(text: str, place: Place) -> str:
 
 def write(path: Path, record: Mapping[str, Any]) -> None:
     """Write the file as a whole; a folder that is missing is made."""
+    from medusa_train.track.manifest import write_json
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_json(path, dict(record))
 
 
 if __name__ == "__main__":
