@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,16 +13,18 @@ from medusa_train.config.schema import Config
 from medusa_train.config.training import OptimConfig
 from medusa_train.data.prompts import prompts_by_split
 from medusa_train.distill.run import distill
-from medusa_train.errors import CheckpointError
+from medusa_train.errors import CheckpointError, MedusaError
 from medusa_train.evaluate.run import evaluate
 from medusa_train.model.backbone import Backbone, choose_device, load_backbone
 from medusa_train.parallel import World, current_world
+from medusa_train.track.lock import locked
 from medusa_train.track.manifest import (
     Stage,
     Trained,
     fingerprint,
     finished,
     made_in,
+    read_manifest,
     refuse_other_settings,
 )
 from medusa_train.train.draft import DRAFT_FOLDER, train_draft
@@ -55,7 +58,7 @@ def run_stages(config: Config, run_dir: Path) -> None:
     """Run the stages of `config` that are not finished.
 
     All stage folders are opened before anything is loaded, so that a folder made by other
-    settings is refused at once.
+    settings, or in use by another command, is refused at once.
 
     Raises:
         MedusaError: whatever a user can do something about.
@@ -69,20 +72,21 @@ def run_stages(config: Config, run_dir: Path) -> None:
         world.start(device)
     run.check_launch()
     run.check_inputs()
-    todo = []
-    for name in config.stages:
-        stage = run.stage(name)
-        if run.open(stage):
-            log.info("%s: finished already, in %s", name, stage.folder)
-        else:
-            todo.append(stage)
-    for stage in todo:
-        log.info("%s: begins, in %s", stage.name, stage.folder)
-        summary = run.actions[stage.name](stage)
-        if world.is_main:
-            stage.finish(summary)
-        world.wait()
-        log.info("%s: done", stage.name)
+    with ExitStack() as locks:
+        todo = []
+        for name in config.stages:
+            stage = run.stage(name)
+            if run.open(stage, locks):
+                log.info("%s: finished already, in %s", name, stage.folder)
+            else:
+                todo.append(stage)
+        for stage in todo:
+            log.info("%s: begins, in %s", stage.name, stage.folder)
+            summary = run.actions[stage.name](stage)
+            if world.is_main:
+                stage.finish(summary)
+            world.wait()
+            log.info("%s: done", stage.name)
     if "evaluate" in config.stages:
         log.info("report: %s", run.folder("evaluate") / "report.md")
         log.info("results: %s", run.folder("evaluate") / "results.json")
@@ -137,11 +141,25 @@ class Run:
                 made, now = {"model": made.get("model")}, {"model": now["model"]}
             refuse_other_settings(self.folder(name), made, now)
 
-    def open(self, stage: Stage) -> bool:
-        """Open a stage on the first process, then look at it on the others."""
-        done = stage.open() if self.world.is_main else False
-        self.world.wait()
-        return done if self.world.is_main else stage.open()
+    def open(self, stage: Stage, locks: ExitStack) -> bool:
+        """Open a stage on the first process, locked unless it is finished; all hear what it found.
+
+        Raises:
+            MedusaError: on every process, what the first one refuses it for.
+        """
+        done, refusal = False, None
+        if self.world.is_main:
+            try:
+                found = read_manifest(stage.folder)
+                if found is None or found["status"] != "done":
+                    locks.enter_context(locked(stage.folder))
+                done = stage.open()
+            except MedusaError as error:
+                refusal = error
+        done, refusal = self.world.gather((done, refusal))[0]
+        if refusal is not None:
+            raise refusal
+        return done
 
     @property
     def actions(self) -> Mapping[str, Callable[[Stage], dict[str, Any]]]:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.errors import CheckpointError
+from medusa_train.track.lock import LOCK
 
 MANIFEST = "manifest.json"
 
 # What a stage writes before it has done anything that is worth keeping
-_RECORDS = (MANIFEST, "provenance.json", "metrics.jsonl", "wandb", "wandb_id.txt")
+_RECORDS = (MANIFEST, LOCK, "provenance.json", "metrics.jsonl", "wandb", "wandb_id.txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +118,8 @@ def refuse_other_settings(folder: Path, made: Mapping[str, Any], now: Mapping[st
         lines = "\n".join(f"  - {line}" for line in differences)
         raise CheckpointError(
             f"{folder} was made with other settings:\n{lines}\n"
-            "Give this run another run_name, go back to those settings, or delete that folder."
+            "Move or delete that folder to make it anew, give this run another run_name, or go back "
+            "to how it was."
         )
 
 
@@ -179,4 +181,18 @@ def _differences(old: Any, new: Any, key: str = "") -> list[str]:
             for name in sorted(old.keys() | new.keys())
             for line in _differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
         ]
-    return [] if old == new else [f"{key}: {json.dumps(old)} there, {json.dumps(new)} now"]
+    if old == new:
+        return []
+    section, _, stage = key.partition(".")
+    if section == "builds_on":
+        return [_other_stage(stage, was=old, now=new)]
+    return [f"{key}: {json.dumps(old)} there, {json.dumps(new)} now"]
+
+
+def _other_stage(stage: str, *, was: str | None, now: str | None) -> str:
+    """Of a stage that this one builds on: the fingerprint then and now, in words."""
+    if was is None:
+        return f"{stage} was no part of the run then; now what it leaves would be used here"
+    if now is None:
+        return f"{stage} was part of the run then, and used here; now it is not"
+    return f"{stage} was made with other settings then than it is now"

@@ -178,6 +178,25 @@ def test_ctrl_c_while_answering_is_a_sentence_and_the_same_command_goes_on(tmp_p
 
 
 @slow
+def test_the_same_command_twice_at_once_is_refused_and_a_kill_leaves_no_lock(finished):
+    rows = f"paths.distill={finished / 'outputs' / 'smoke' / 'distill'}"
+    same = (SMOKE, "run_name=twice", rows, "stages=[medusa1]", "medusa1.optim.epochs=60")
+    first, seconds = start(finished, *same), []
+
+    def tried_again() -> bool:
+        if not list(finished.glob("outputs/twice/medusa1/checkpoints/step-*")):
+            return False
+        seconds.append(run_here(finished, *same))
+        return True
+
+    status = signal_when(first, signal.SIGKILL, tried_again)
+    assert (status, seconds[0].status) == (-signal.SIGKILL, 2)
+    assert f"outputs/twice/medusa1 is in use by process {first.pid} on " in seconds[0].err
+
+    assert run_here(finished, *same).status == 0
+
+
+@slow
 def test_ctrl_c_while_training_keeps_a_checkpoint_and_the_same_command_goes_on(finished):
     run = finished / "outputs" / "smoke"
     (run / "medusa1").rename(finished / "before")

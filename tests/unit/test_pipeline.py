@@ -1,7 +1,9 @@
 """The order of stages, what is skipped, resumed or refused; the stages themselves do nothing."""
 
 import json
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from medusa_train import pipeline
 from medusa_train.config.load import load
-from medusa_train.errors import CheckpointError, DataError
+from medusa_train.errors import CheckpointError, ConfigError, DataError
 from medusa_train.parallel import World
 from medusa_train.pipeline import Run, run_stages
 from medusa_train.track.manifest import Stage, read_manifest
@@ -134,6 +136,78 @@ def test_what_medusa2_has_made_is_evaluated_with_its_own_backbone(tmp_path, call
 def test_a_backbone_that_was_not_merged_cannot_be_evaluated(tmp_path, calls):
     with pytest.raises(CheckpointError, match=r"medusa2 has none: run medusa2 with medusa2\.merge"):
         run_stages(smoke("stages=[distill,medusa1,medusa2,evaluate]"), tmp_path)
+
+
+def test_medusa2_added_to_a_finished_run_says_what_lies_in_the_way_and_then_goes_on(
+    tmp_path, calls
+):
+    calls.act["medusa2"] = lambda folder: (folder / "model").mkdir()
+    run_stages(smoke(), tmp_path)
+    joint = smoke("stages=[distill,medusa1,medusa2,draft,evaluate]")
+
+    with pytest.raises(CheckpointError) as refused:
+        run_stages(joint, tmp_path)
+
+    head, *lines = str(refused.value).splitlines()
+    assert head == f"{tmp_path / 'evaluate'} was made with other settings:"
+    assert lines[0].startswith("  - medusa2 was no part of the run then; now what it leaves")
+    assert lines[1].startswith("Move or delete that folder to make it anew")
+    assert calls.names == ALL  # before anything is trained
+
+    (tmp_path / "evaluate").rename(tmp_path / "before")
+    run_stages(joint, tmp_path)
+
+    assert calls.names == [*ALL, "medusa2", "evaluate"]
+    assert calls.given["evaluate"]["heads"].stage == "medusa2"
+    assert (tmp_path / "before" / "work").is_file()
+
+
+def test_a_stage_that_came_or_went_or_changed_is_told_in_words(tmp_path, calls):
+    run_stages(smoke("stages=[distill,medusa1,evaluate]"), tmp_path)
+    run_stages(smoke("stages=[draft]"), tmp_path)
+    with pytest.raises(CheckpointError, match="draft was no part of the run then"):
+        run_stages(smoke("stages=[evaluate]"), tmp_path)
+
+    (tmp_path / "evaluate" / "manifest.json").unlink()
+    run_stages(smoke("stages=[evaluate]"), tmp_path)
+    (tmp_path / "draft").rename(tmp_path / "away")
+
+    with pytest.raises(CheckpointError, match="draft was part of the run then, and used here"):
+        run_stages(smoke("stages=[evaluate]"), tmp_path)
+
+
+def test_a_second_command_is_refused_by_name_until_the_first_has_ended(tmp_path, calls):
+    found = []
+
+    def again(_: Path) -> None:
+        with pytest.raises(ConfigError, match=f"draft is in use by process {os.getpid()} on "):
+            run_stages(smoke(), tmp_path)
+        run_stages(smoke("stages=[distill,medusa1]"), tmp_path)  # finished ones are free
+        found.append(1)
+        raise DataError("this time")
+
+    calls.act["draft"] = again
+    with pytest.raises(DataError, match="this time"):
+        run_stages(smoke(), tmp_path)
+    assert found == [1]
+
+    calls.act.clear()
+    run_stages(smoke(), tmp_path)
+
+    assert calls.names == [*ALL[:3], "draft", "evaluate"]
+
+
+def test_what_the_first_process_refuses_all_do(tmp_path, calls):
+    class Told(World):
+        def gather(self, value):
+            return [(False, ConfigError("in use")), value]
+
+    second = Run(smoke(), tmp_path, Told(rank=1, size=2))
+
+    with ExitStack() as locks, pytest.raises(ConfigError, match="in use"):
+        second.open(second.stage("distill"), locks)
+
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_path_to_nothing_or_to_another_stage_is_refused(tmp_path, calls):
@@ -267,7 +341,7 @@ def test_what_was_made_anew_below_is_refused_above(tmp_path, calls):
     run_stages(smoke("stages=[distill,medusa1]"), tmp_path)
     given = f"paths.distill={tmp_path}/other/distill"
 
-    with pytest.raises(CheckpointError, match=r"builds_on\.distill"):
+    with pytest.raises(CheckpointError, match="distill was made with other settings then"):
         run_stages(smoke("stages=[medusa1]", given), tmp_path)
 
 
