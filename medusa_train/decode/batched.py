@@ -119,7 +119,8 @@ class _Batch:
         self.finished: set[int] = set()
         self._model = model
         self._windows = layer_windows(model)
-        self._cache = DecodeCache(model.config.num_hidden_layers, capacity)
+        rows = 1 if shared else len(prompts)
+        self._cache = DecodeCache(model.config.num_hidden_layers, capacity, rows=rows)
         self._shared = torch.tensor([prompts[0][:shared]], dtype=torch.long)
         self._rests = torch.zeros((len(prompts), longest), dtype=torch.long)
         real = torch.ones((len(prompts), capacity), dtype=torch.bool)
@@ -156,18 +157,18 @@ class _Batch:
         if len(alive) <= _SHRINK_AT * len(self.rows):
             keep = torch.tensor(alive, device=chosen.device)
             chosen, self._real, self._places = chosen[keep], self._real[keep], self._places[keep]
-            self._cache.keep_rows(keep)
+            self._cache.keep_rows(alive)
             self.rows = [self.rows[place] for place in alive]
         return self._forward(chosen.unsqueeze(1))[:, 0]
 
     def _forward(self, ids: Tensor) -> Tensor:
         """Read new tokens of every row, [B, T] -> [B, T, D]."""
-        begin = self._cache.length
+        begin = self._cache.longest
         end = begin + ids.shape[1]
         positions = self._places[:, begin:end]
         mask = self._masks(positions, end)
         hidden = self._model.forward(ids, positions=positions, mask=mask, cache=self._cache)
-        self._cache.commit(range(ids.shape[1]))
+        self._cache.commit([range(ids.shape[1])] * len(ids))
         return hidden
 
     def _masks(self, positions: Tensor, end: int) -> Tensor | dict[str, Tensor]:

@@ -1,62 +1,127 @@
-"""Speculative decoding with a draft model (Leviathan et al. 2023, arXiv 2211.17192), greedy."""
+"""Speculative decoding with a draft model (Leviathan et al. 2023, arXiv 2211.17192).
+
+Legend: B rows, G guesses, V vocabulary of the target.
+"""
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from medusa_train.decode.forward import Reader, chain_block
+from medusa_train.decode.chooser import GUESS
+from medusa_train.decode.forward import Reader
+from medusa_train.decode.method import Guesses, Method
 from medusa_train.model.language_model import LanguageModel
-from medusa_train.ops.accept import greedy_path
+from medusa_train.ops.accept import NO_TOKEN
+from medusa_train.ops.sample import draw
+from medusa_train.ops.tree import chain_tree
+
+MOST = 16  # guesses of an adaptive draft
 
 
-class DraftModel:
-    """The draft guesses `gamma` tokens one by one, the target checks them in one forward."""
+class DraftModel(Method):
+    """The draft guesses `gamma` tokens one by one, the target checks them in one forward.
 
-    def __init__(self, model: LanguageModel, draft: LanguageModel, *, gamma: int) -> None:
-        """Decode with `model`, guessing with `draft`, whose best tokens are ids of the target."""
-        self.name = f"draft_model/gamma={gamma}"
-        self.gamma = gamma
-        self.device = model.device
-        self.longest_block = gamma + 1
-        self.max_positions = min(model.max_positions, draft.max_positions) - gamma
-        self._model, self._draft = model, draft
-        self._target_reader, self._draft_reader = Reader(model), Reader(draft)
-        self._children = (*((i + 1,) for i in range(gamma)), ())
+    Greedy, both take their best tokens. Otherwise the draft draws from its own law, under the same
+    settings as the target, and rejection sampling keeps the target's law.
+    """
 
-    def start(self, prompt: Sequence[int], *, room: int) -> int:
-        """Read the prompt with both models; gives the first token."""
-        capacity = len(prompt) + room + self.gamma + 1
-        self._verify = chain_block(self._model, self.gamma + 1, capacity)
-        self._catch_up = [chain_block(self._draft, size, capacity) for size in (1, 2)]
-        self._unread: list[int] = []  # certain tokens that the draft has not read yet
-        self._draft_reader.prefill(prompt, capacity=capacity)
-        return int(self._model.best(self._target_reader.prefill(prompt, capacity=capacity)))
+    def __init__(
+        self,
+        model: LanguageModel,
+        draft: LanguageModel,
+        *,
+        gamma: int,
+        adaptive: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        """Decode with `model`, guessing with `draft`, whose ids are those of the target.
 
-    def step(self, token: int) -> list[int]:
-        """Feed the newest token; gives the accepted guesses and one token more."""
-        drafts = self._guess(token)
-        ids = torch.cat([torch.tensor([token], device=self.device), *drafts])
-        best = self._model.best(self._target_reader.read(ids, self._verify))
-        tokens, best = torch.stack([ids, best]).tolist()
-        path = greedy_path(self._children, tokens, best)
-        self._target_reader.cache.commit(path)
-        self._settle(accepted=len(path) - 1, drafts=tokens[1:])
-        return [*tokens[1 : len(path)], best[path[-1]]]
+        Args:
+            model: the target.
+            draft: of the same tokenizer.
+            gamma: guesses of a step, or of the first one if `adaptive`.
+            adaptive: in each row two more after a step whose guesses were all accepted, else one
+                less, from 1 to `MOST`; every answer starts again from `gamma`.
+            compiled: run forwards through `torch.compile`.
 
-    def _guess(self, token: int) -> list[torch.Tensor]:
-        """`gamma` guesses, each [1], left on the device."""
-        self._unread.append(token)
-        ids = torch.tensor(self._unread, device=self.device)
-        self._certain = self._draft_reader.cache.length + len(self._unread)
-        drafts: list[torch.Tensor] = []
-        for _ in range(self.gamma):
-            hidden = self._draft_reader.read(ids, self._catch_up[len(ids) - 1])
-            self._draft_reader.cache.commit(range(len(ids)))
-            ids = self._draft.best(hidden[-1:])
-            drafts.append(ids)
-        return drafts
+        Raises:
+            ValueError: if `gamma` is not at least 1.
+        """
+        if gamma < 1:
+            raise ValueError(f"gamma must be at least 1, got {gamma}")
+        super().__init__(model, compiled=compiled)
+        self.name = "draft_model/adaptive" if adaptive else f"draft_model/gamma={gamma}"
+        self.gamma, self.adaptive = gamma, adaptive
+        self.longest_block = self._most_nodes = (max(gamma, MOST) if adaptive else gamma) + 1
+        self._draft = draft
+        self._draft_reader = Reader(draft, compiled=compiled)
 
-    def _settle(self, *, accepted: int, drafts: list[int]) -> None:
-        """Take rejected guesses out of the draft's cache; the last guess was never in it."""
-        self._draft_reader.cache.rewind(self._certain + accepted)
-        self._unread = drafts[-1:] if accepted == self.gamma else []
+    def _begin(self, prompts: Sequence[Sequence[int]], tokens: Sequence[int], *, room: int) -> None:
+        # Each step begins with a row's last two tokens: the draft has read one of them at most
+        capacity = max(len(prompt) for prompt in prompts) + room + self._most_nodes
+        self._draft_reader.prefill([prompt[:-1] for prompt in prompts], capacity=capacity)
+        self._before = [prompt[-1] for prompt in prompts]  # the token before the newest
+        self._limits = [self.gamma] * len(prompts)  # guesses of the next step
+
+    def _guess(self, tokens: Sequence[int]) -> Guesses:
+        reader, count = self._draft_reader, max(self._limits)
+        self._newest = tokens
+        self._certain = [length + 2 for length in reader.cache.lengths]
+        pairs = zip(self._before, tokens, strict=True)
+        ids = torch.tensor([list(pair) for pair in pairs], device=self.device)
+        guesses = torch.empty((len(tokens), 0), dtype=torch.long, device=self.device)
+        laws: list[Tensor] = []
+        for _ in range(count):
+            hidden = reader.read(ids, chain_tree(ids.shape[1] - 1))[:, -1:]
+            reader.cache.commit([range(ids.shape[1])] * len(tokens))
+            ids = self._next(hidden, guesses, laws)
+            guesses = torch.cat([guesses, ids], dim=1)
+        return self._limited(guesses, laws)
+
+    def _next(self, hidden: Tensor, guesses: Tensor, laws: list[Tensor]) -> Tensor:
+        """The guess after a hidden state, [B, 1]; its law joins `laws` if it is drawn."""
+        chooser = self._chooser
+        if chooser.takes_best:
+            return self._draft.best(hidden)
+        depth = torch.tensor([guesses.shape[1]], device=self.device)
+        logits = self._draft.logits_over(hidden, self.model.vocab_size)
+        trail = guesses.unsqueeze(1)
+        if chooser.sampling.greedy:
+            return chooser.choose(logits, trail, depth)
+        laws.append(chooser.laws(logits, trail, depth))
+        return draw(laws[-1], chooser.numbers(GUESS, depth))
+
+    def _limited(self, guesses: Tensor, laws: Sequence[Tensor]) -> Guesses:
+        """Leave out what goes beyond the limit of a row."""
+        tree, joined = chain_tree(guesses.shape[1]), torch.cat(list(laws), dim=1) if laws else None
+        if min(self._limits) < guesses.shape[1]:
+            limits = torch.tensor(self._limits, device=self.device).unsqueeze(1)
+            beyond = torch.arange(guesses.shape[1], device=self.device) >= limits
+            guesses = guesses.masked_fill(beyond, NO_TOKEN)
+            joined = None if joined is None else joined.masked_fill(beyond.unsqueeze(-1), 0.0)
+        return Guesses(tree=tree, ids=guesses, laws=joined)
+
+    def _settle(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Leave in the draft's cache all certain tokens but the last two."""
+        accepted = [len(block) - 1 for block in blocks]
+        self._draft_reader.cache.rewind(
+            [length + more - 1 for length, more in zip(self._certain, accepted, strict=True)]
+        )
+        self._before = [
+            block[-2] if len(block) > 1 else newest
+            for block, newest in zip(blocks, self._newest, strict=True)
+        ]
+        if self.adaptive:
+            pairs = zip(self._limits, accepted, strict=True)
+            self._limits = [next_limit(limit, more) for limit, more in pairs]
+
+    def _keep(self, rows: Sequence[int]) -> None:
+        self._draft_reader.cache.keep_rows(rows)
+        self._before = [self._before[row] for row in rows]
+        self._limits = [self._limits[row] for row in rows]
+
+
+def next_limit(limit: int, accepted: int) -> int:
+    """Guesses of an adaptive draft after a step in which so many of `limit` were accepted."""
+    return min(limit + 2, MOST) if accepted == limit else max(limit - 1, 1)

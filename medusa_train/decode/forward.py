@@ -1,6 +1,7 @@
 """One forward for all methods: new tokens behind a cache, under any tree's mask.
 
-Legend: N new tokens, S capacity of the cache, D hidden size.
+Legend: B rows, N new tokens, C capacity before the block, S keys that a forward sees,
+D hidden size.
 """
 
 from collections.abc import Sequence
@@ -11,78 +12,130 @@ from torch import Tensor
 from medusa_train.decode.cache import DecodeCache
 from medusa_train.errors import ModelError
 from medusa_train.model.language_model import LanguageModel
+from medusa_train.ops.tree import Tree
 
 
 class Block:
     """The shape of a forward's new tokens: who sees whom, and how deep each one lies.
 
-    Masks are made once for the full capacity, aligned on the right: what a node may see depends
-    only on its distance from the end of the cache, so each step merely takes a slice.
+    What a node may see depends only on its distance from the end of the cache. So masks are made
+    once, wide enough for any end, and each step merely takes a window of them.
     """
 
-    def __init__(self, model: LanguageModel, attend: Tensor, depth: Sequence[int], capacity: int):
+    def __init__(self, model: LanguageModel, tree: Tree, capacity: int):
         """Lay out a block.
 
         Args:
             model: whose layers will read the masks.
-            attend: True where a new token (row) sees another, [N, N].
-            depth: position of each new token behind the cache's end, [N].
-            capacity: S, the most tokens before the block.
+            tree: of the new tokens, [N].
+            capacity: C, the most tokens before the block.
         """
-        self.size = len(depth)
+        self.size = len(tree.depth)
         self.capacity = capacity
-        self._depth = torch.tensor(depth, device=model.device).unsqueeze(0)
-        # position of every key relative to the end of the cache: -S ... -1, then the block's own
-        keys = torch.cat([torch.arange(-capacity, 0), torch.tensor(depth)])
-        sees = torch.cat([torch.ones(self.size, capacity, dtype=torch.bool), attend], dim=1)
-        distance = torch.tensor(depth).unsqueeze(1) - keys
+        self._last_position = model.max_positions - 1
+        depth = torch.tensor(tree.depth)
+        self._depth = depth.to(model.device)
+        # Keys by their position relative to the end of the cache: -C ... -1, then the block's own,
+        # then C that nobody sees
+        keys = torch.cat([torch.arange(-capacity, 0), depth, torch.zeros(capacity)])
+        sees = torch.zeros(self.size, len(keys), dtype=torch.bool)
+        sees[:, :capacity] = True
+        sees[:, capacity : capacity + self.size] = tree.attend()
+        distance = depth.unsqueeze(1) - keys
         self._masks = {
             kind: _additive(sees & (distance < window), model)
             for kind, window in layer_windows(model).items()
         }
 
-    def positions(self, length: int) -> Tensor:
-        """Position ids behind `length` certain tokens, [1, N]."""
-        return self._depth + length
+    def positions(self, lengths: Tensor) -> Tensor:
+        """Position ids behind certain tokens, [B] -> [B, N].
 
-    def mask(self, length: int) -> Tensor | dict[str, Tensor]:
-        """Additive mask behind `length` certain tokens, [1, 1, N, length + N]."""
-        start = self.capacity - length
-        sliced = {kind: mask[..., start:] for kind, mask in self._masks.items()}
-        return sliced.get("", sliced)
+        Nodes beyond the context, whose tokens cannot be part of an answer, get its last position.
+        """
+        return (lengths.unsqueeze(1) + self._depth).clamp(max=self._last_position)
+
+    def mask(self, lengths: Sequence[int], size: int) -> Tensor | dict[str, Tensor]:
+        """Additive masks of the first `size` keys behind certain tokens, [B or 1, 1, N, S]."""
+        if len(set(lengths)) == 1:
+            start = self.capacity - lengths[0]
+            cut = {kind: mask[:, start : start + size] for kind, mask in self._masks.items()}
+            masks = {kind: mask[None, None] for kind, mask in cut.items()}
+        else:
+            starts = self.capacity - torch.tensor(lengths, device=self._depth.device)
+            windows = {kind: mask.unfold(1, size, 1) for kind, mask in self._masks.items()}
+            masks = {k: w[:, starts].transpose(0, 1).unsqueeze(1) for k, w in windows.items()}
+        return masks.get("", masks)
 
 
 class Reader:
-    """A model reading one prompt and then blocks of tokens, with a cache of its own."""
+    """A model reading prompts and then blocks of tokens, with a cache of its own."""
 
-    def __init__(self, model: LanguageModel) -> None:
-        """Nothing is read yet, and nothing is ever left on the model."""
+    def __init__(self, model: LanguageModel, *, compiled: bool = False) -> None:
+        """Nothing is read yet, and nothing is ever left on the model.
+
+        Args:
+            model: reads.
+            compiled: run blocks through `torch.compile`, with shapes that do not change.
+        """
         self.model = model
         self.cache = DecodeCache(0, 0)
+        self._compiled = compiled
+        self._blocks: dict[Tree, Block] = {}  # for the capacity of the cache
 
-    def prefill(self, prompt: Sequence[int], *, capacity: int) -> Tensor:
-        """Read the prompt into a fresh cache; the last hidden state, [D]."""
-        self.cache = DecodeCache(self.model.config.num_hidden_layers, capacity)
-        ids = torch.tensor([list(prompt)], device=self.model.device)
-        positions = torch.arange(len(prompt), device=self.model.device).unsqueeze(0)
+    def prefill(self, prompts: Sequence[Sequence[int]], *, capacity: int) -> Tensor:
+        """Read prompts into a fresh cache; their last hidden states, [B, D].
+
+        Prompts are padded on the right: nothing sees the padding, and what follows overwrites it.
+
+        Args:
+            prompts: token ids.
+            capacity: the most tokens that will be certain or new at a time, in any row.
+        """
+        if self._compiled:
+            capacity = -(-capacity // COMPILED_STEP) * COMPILED_STEP
+        lengths = [len(prompt) for prompt in prompts]
+        longest = max(lengths)
+        self.cache = DecodeCache(self.model.config.num_hidden_layers, capacity, rows=len(prompts))
+        self._blocks.clear()
+        device = self.model.device
+        if longest == 0:
+            return torch.empty((len(prompts), self.model.hidden_size), device=device)
+        ids = torch.tensor(
+            [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device
+        )
+        positions = torch.arange(longest, device=device).expand(len(prompts), -1)
         hidden = self.model.forward(ids, positions=positions, mask=None, cache=self.cache)
-        self.cache.commit(range(len(prompt)))
-        return hidden[0, -1]
+        self.cache.commit([range(length) for length in lengths])
+        last = torch.tensor(lengths, device=device) - 1
+        return hidden[torch.arange(len(prompts), device=device), last]
 
-    def read(self, ids: Tensor, block: Block) -> Tensor:
-        """Read new tokens, [N]; their hidden states, [N, D]. What of them stays, `commit` says."""
-        length = self.cache.length
-        return self.model.forward(
-            ids.unsqueeze(0),
-            positions=block.positions(length),
-            mask=block.mask(length),
-            cache=self.cache,
-        )[0]
+    def read(self, ids: Tensor, tree: Tree) -> Tensor:
+        """Read new tokens, [B, N]; their hidden states, [B, N, D]. What stays, `commit` says."""
+        cache, block = self.cache, self._block(tree)
+        lengths = torch.tensor(cache.lengths, device=ids.device)
+        ragged = len(set(cache.lengths)) > 1
+        if ragged or self._compiled:
+            cache.places = lengths.unsqueeze(1) + torch.arange(block.size, device=ids.device)
+        cache.whole = self._compiled
+        size = cache.capacity if self._compiled else cache.longest + block.size
+        hidden = self.model.forward(
+            ids,
+            positions=block.positions(lengths),
+            mask=block.mask(cache.lengths, size),
+            cache=cache,
+            compiled=self._compiled,
+        )
+        cache.places, cache.whole = None, False
+        return hidden
+
+    def _block(self, tree: Tree) -> Block:
+        if tree not in self._blocks:
+            self._blocks[tree] = Block(self.model, tree, self.cache.capacity)
+        return self._blocks[tree]
 
 
-def chain_block(model: LanguageModel, size: int, capacity: int) -> Block:
-    """A block of tokens in a row."""
-    return Block(model, torch.ones(size, size).tril().bool(), range(size), capacity)
+# Compiled forwards see caches of a multiple of so many places: each new size compiles anew
+COMPILED_STEP = 512
 
 
 def layer_windows(model: LanguageModel) -> dict[str, int]:
@@ -109,7 +162,6 @@ def layer_windows(model: LanguageModel) -> dict[str, int]:
 
 
 def _additive(sees: Tensor, model: LanguageModel) -> Tensor:
-    """0 where seen, the lowest number of the dtype elsewhere, [1, 1, N, S + N]."""
+    """0 where seen, the lowest number of the dtype elsewhere, [N, C + N + C]."""
     hidden = torch.finfo(model.dtype).min
-    mask = torch.zeros(sees.shape, dtype=model.dtype).masked_fill(~sees, hidden)
-    return mask.to(model.device)[None, None]
+    return torch.zeros(sees.shape, dtype=model.dtype).masked_fill(~sees, hidden).to(model.device)

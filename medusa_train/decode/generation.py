@@ -1,43 +1,34 @@
-"""One loop for every decoding method: prefill, steps, stopping, clocks."""
+"""One loop for every decoding method: prefill, steps, stopping, clocks; whole or as a stream.
+
+backbone = load_backbone(...)
+method = Medusa(backbone, heads, tree)
+for part in stream(method, backbone.encode(...), max_new_tokens=256, end_ids=backbone.end_ids):
+    show(part.tokens)  # part.accepted of them were guessed by the heads
+"""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from medusa_train.decode.stopping import FinishReason, cut_block
+from medusa_train.decode.chooser import Chooser
+from medusa_train.decode.method import Method
+from medusa_train.decode.stopping import FinishReason, StopStrings, cut_block
 from medusa_train.errors import DataError
+from medusa_train.ops.sample import Sampling
+
+GREEDY = Sampling()
 
 
-class Method(Protocol):
-    """A decoding method working on one prompt at a time; `start` forgets everything before."""
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one step adds to an answer."""
 
-    name: str
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        ...
-
-    @property
-    def longest_block(self) -> int:
-        """The most tokens that a step can emit."""
-        ...
-
-    @property
-    def max_positions(self) -> int:
-        """The longest context it can serve, prompt and answer together."""
-        ...
-
-    def start(self, prompt: Sequence[int], *, room: int) -> int:
-        """Read the prompt, with memory for `room` tokens of answer; gives the first of them."""
-        ...
-
-    def step(self, token: int) -> list[int]:
-        """Feed the newest token; gives the tokens that one forward of the target emits."""
-        ...
+    tokens: list[int]
+    accepted: int | None  # drafts among them and those behind the cap; None of the prefill
+    finish_reason: FinishReason | None  # of the answer, if it ends here
+    seconds: float  # since the run began
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,39 +52,82 @@ class Generation:
         return self.prefill_seconds + self.decode_seconds
 
 
-@torch.inference_mode()
 def generate(
-    method: Method, prompt: Sequence[int], *, max_new_tokens: int, end_ids: Collection[int]
+    method: Method,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    end_ids: Collection[int],
+    sampling: Sampling = GREEDY,
+    stop: StopStrings | None = None,
 ) -> Generation:
     """Answer one prompt.
 
     Args:
         method: how to decode.
         prompt: token ids, at least one.
-        max_new_tokens: at most so many, at least 1; the context may allow fewer.
+        max_new_tokens: at most so many; the context may allow fewer.
         end_ids: ids that end the answer and are kept as its last token.
+        sampling: how tokens follow from logits.
+        stop: strings that end the answer.
 
     Raises:
         DataError: if the prompt is empty or leaves no room in the context.
     """
-    room = answer_room(len(prompt), max_new_tokens, method.max_positions)
-    begin = clock(method.device)
-    ids, reason = cut_block([method.start(prompt, room=room)], room=room, end_ids=end_ids)
-    first = clock(method.device)
-    accepted: list[int] = []
-    while reason is None:
-        block = method.step(ids[-1])
-        kept, reason = cut_block(block, room=room - len(ids), end_ids=end_ids)
-        # Nothing behind an end id was ever part of an answer; the cap is merely ours
-        accepted.append(len(kept if reason == "stop" else block) - 1)
-        ids += kept
-    return Generation(
-        ids=ids,
-        finish_reason=reason,
-        accepted=accepted,
-        prefill_seconds=first - begin,
-        decode_seconds=clock(method.device) - first,
+    (found,) = generate_batch(
+        method,
+        [prompt],
+        max_new_tokens=max_new_tokens,
+        end_ids=end_ids,
+        sampling=sampling,
+        stop=stop,
     )
+    return found
+
+
+def generate_batch(
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    end_ids: Collection[int],
+    sampling: Sampling = GREEDY,
+    seeds: Sequence[int] | None = None,
+    stop: StopStrings | None = None,
+) -> list[Generation]:
+    """Answer prompts together, each as by itself. Rows that have ended leave the batch.
+
+    Args:
+        method: how to decode.
+        prompts: token ids, at least one each.
+        max_new_tokens: as `generate`.
+        end_ids: as `generate`.
+        sampling: as `generate`.
+        seeds: of each row; None for that of `sampling` in all.
+        stop: as `generate`.
+
+    Raises:
+        DataError: as `generate`.
+    """
+    parts: list[list[Part]] = [[] for _ in prompts]
+    run = _run(method, prompts, max_new_tokens, end_ids, sampling, seeds, stop)
+    for row, part in run:
+        parts[row].append(part)
+    return [_joined(found) for found in parts]
+
+
+def stream(
+    method: Method,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    end_ids: Collection[int],
+    sampling: Sampling = GREEDY,
+    stop: StopStrings | None = None,
+) -> Iterator[Part]:
+    """As `generate`, step by step. It may be abandoned at any time."""
+    for _, part in _run(method, [prompt], max_new_tokens, end_ids, sampling, None, stop):
+        yield part
 
 
 def answer_room(prompt_length: int, max_new_tokens: int, max_positions: int) -> int:
@@ -104,13 +138,14 @@ def answer_room(prompt_length: int, max_new_tokens: int, max_positions: int) -> 
     """
     if prompt_length == 0:
         raise DataError("the prompt has no tokens; give at least one")
-    room = min(max_new_tokens, max_positions - prompt_length)
-    if room < 1:
+    if max_new_tokens < 0:
+        raise DataError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+    if max_positions - prompt_length < 1:
         raise DataError(
             f"a prompt of {prompt_length} tokens leaves no room for an answer in a context of "
             f"{max_positions}; shorten or drop it"
         )
-    return room
+    return min(max_new_tokens, max_positions - prompt_length)
 
 
 def clock(device: torch.device) -> float:
@@ -118,3 +153,66 @@ def clock(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+@torch.inference_mode()
+def _run(
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    end_ids: Collection[int],
+    sampling: Sampling,
+    seeds: Sequence[int] | None,
+    stop: StopStrings | None,
+) -> Iterator[tuple[int, Part]]:
+    """Each row's parts, step by step."""
+    rooms = [answer_room(len(p), max_new_tokens, method.max_positions) for p in prompts]
+    if max_new_tokens == 0 or not prompts:
+        return
+    chooser = Chooser(
+        sampling,
+        prompts,
+        seeds=seeds or [sampling.seed] * len(prompts),
+        length=max(rooms),
+        end_ids=end_ids,
+        vocab_size=method.model.vocab_size,
+        device=method.device,
+    )
+    begin = clock(method.device)
+    rows, answers = list(range(len(prompts))), [[] for _ in prompts]
+    blocks = [[t] for t in method.start(prompts, room=max(rooms), chooser=chooser)]
+    prefilled = False
+    while rows:
+        now, going = clock(method.device) - begin, []
+        for place, (row, block) in enumerate(zip(rows, blocks, strict=True)):
+            answer, room = answers[row], rooms[row]
+            kept, reason = cut_block(
+                block, room=room - len(answer), end_ids=end_ids, before=answer, stop=stop
+            )
+            answer += kept
+            # Nothing behind an end was ever part of an answer; the cap is merely ours
+            accepted = len(kept if reason == "stop" else block) - 1 if prefilled else None
+            yield row, Part(tokens=kept, accepted=accepted, finish_reason=reason, seconds=now)
+            if reason is None:
+                going.append(place)
+        if 0 < len(going) < len(rows):
+            method.keep(going)
+        rows, prefilled = [rows[place] for place in going], True
+        if rows:
+            blocks = method.step([answers[row][-1] for row in rows])
+
+
+def _joined(parts: Sequence[Part]) -> Generation:
+    if not parts:
+        return Generation(
+            ids=[], finish_reason="length", accepted=[], prefill_seconds=0.0, decode_seconds=0.0
+        )
+    reason = parts[-1].finish_reason
+    assert reason is not None
+    return Generation(
+        ids=[token for part in parts for token in part.tokens],
+        finish_reason=reason,
+        accepted=[part.accepted for part in parts if part.accepted is not None],
+        prefill_seconds=parts[0].seconds,
+        decode_seconds=parts[-1].seconds - parts[0].seconds,
+    )

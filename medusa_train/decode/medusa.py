@@ -1,22 +1,32 @@
-"""Medusa decoding: the heads guess a tree, the target checks all of it in one forward, greedy."""
+"""Medusa decoding: the heads guess a tree, the target checks all of it in one forward.
+
+Legend: B rows, N nodes, P positions, K heads, V vocabulary, D hidden size.
+"""
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from medusa_train.decode.forward import Block, Reader
+from medusa_train.decode.method import Guesses, Method, blocks_of
 from medusa_train.model.heads import MedusaHeads
 from medusa_train.model.language_model import LanguageModel
-from medusa_train.ops.accept import greedy_path
+from medusa_train.ops.accept import DELTA, EPSILON, longest_path, typical
 from medusa_train.ops.tree import Tree
 
 
-class Medusa:
-    """Heads read only the last accepted hidden state; the LM head reads every node once."""
+@dataclass(frozen=True, kw_only=True)
+class Typical:
+    """Typical acceptance (Cai et al. 2024, section 2.3.1), with the paper's numbers. Lossy."""
 
-    name = "medusa"
+    epsilon: float = EPSILON
+    delta: float = DELTA
+
+
+class Medusa(Method):
+    """Heads read only the last accepted hidden state; the LM head reads every node once."""
 
     def __init__(
         self,
@@ -25,42 +35,56 @@ class Medusa:
         tree: Tree,
         *,
         guesses: "HeadGuesses | None" = None,
+        typical: Typical | None = None,
+        compiled: bool = False,
     ) -> None:
         """Decode with `model`, guessing with `heads` along `tree`.
 
-        `guesses` are those of the same heads for a tree at least as deep, where there are some:
-        laying out the heads' weights for decoding again costs a copy of them.
+        Args:
+            model: the target.
+            heads: on its device, in its dtype.
+            tree: at most as deep as there are heads.
+            guesses: those of the same heads for a tree at least as deep, where there are some:
+                laying out the heads' weights for decoding again costs a copy of them.
+            typical: accept what is likely enough instead of what plain decoding would say.
+            compiled: run forwards through `torch.compile`.
         """
-        self.device = model.device
-        self.longest_block = len(tree.ranks_by_depth) + 1
-        self.tree = tree
-        self.max_positions = model.max_positions - len(tree.ranks_by_depth)
-        self._model = model
-        self._reader = Reader(model)
+        super().__init__(model, compiled=compiled)
         ranks = tree.ranks_by_depth
+        self.name = "medusa" if typical is None else "medusa/typical"
+        self.lossy = typical is not None
+        self.longest_block = len(ranks) + 1
+        self.tree = tree
+        self._typical = typical
+        self._most_nodes = len(tree.depth)
         self._guesses = (guesses or HeadGuesses(model, heads, ranks)).limited(ranks)
-        starts = [sum(tree.ranks_by_depth[:d]) for d in range(len(tree.ranks_by_depth))]
+        starts = [sum(ranks[:depth]) for depth in range(len(ranks))]
         places = [starts[len(path) - 1] + path[-1] for path in tree.paths]
         self._places = torch.tensor(places, device=self.device)  # of each node in the guesses
 
-    def start(self, prompt: Sequence[int], *, room: int) -> int:
-        """Read the prompt; gives the first token."""
-        tree = self.tree
-        capacity = len(prompt) + room + len(tree.depth)
-        self._block = Block(self._model, tree.attend(), tree.depth, capacity)
-        self._hidden = self._reader.prefill(prompt, capacity=capacity)
-        return int(self._model.best(self._hidden))
+    def _guess(self, tokens: Sequence[int]) -> Guesses:
+        return Guesses(tree=self.tree, ids=self._guesses(self._hidden)[:, self._places])
 
-    def step(self, token: int) -> list[int]:
-        """Feed the newest token; gives the accepted guesses and one token more."""
-        root = torch.tensor([token], device=self.device)
-        ids = torch.cat([root, self._guesses(self._hidden)[self._places]])
-        hidden = self._reader.read(ids, self._block)
-        tokens, best = torch.stack([ids, self._model.best(hidden)]).tolist()
-        path = greedy_path(self.tree.children, tokens, best)
-        self._reader.cache.commit(path)
-        self._hidden = hidden[path[-1]]
-        return [*(tokens[node] for node in path[1:]), best[path[-1]]]
+    def _verify(
+        self, ids: Tensor, hidden: Tensor, guesses: Guesses
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        if self._typical is None:
+            return super()._verify(ids, hidden, guesses)
+        tree, rule, chooser = guesses.tree, self._typical, self._chooser
+        trail, depth = self._lead(ids, tree)
+        logits = self.model.logits(hidden)
+        passed, scores = typical(
+            chooser.laws(logits, trail, depth),
+            ids,
+            torch.tensor(tree.parent, device=self.device),
+            epsilon=rule.epsilon,
+            delta=rule.delta,
+        )
+        chosen = chooser.choose(logits, trail, depth)
+        tokens, following = torch.stack([ids, chosen]).tolist()
+        rows = zip(passed.tolist(), scores.tolist(), strict=True)
+        paths = [longest_path(tree.parent, *row) for row in rows]
+        return paths, blocks_of(paths, tokens, following)
 
 
 class HeadGuesses:
@@ -84,9 +108,8 @@ class HeadGuesses:
         return other
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Target ids, head by head, each head's from best to worst: [D] -> [sum of ranks]."""
-        heads = range(len(self._ranks))
-        return torch.cat([self._best(hidden.unsqueeze(0), k)[0] for k in heads])
+        """Target ids, head by head, each head's from best to worst: [B, D] -> [B, sum of ranks]."""
+        return torch.cat([self._best(hidden, k) for k in range(len(self._ranks))], dim=-1)
 
     def each_head(self, hidden: Tensor) -> Tensor:
         """The same for many positions, all heads with as many guesses: [P, D] -> [K, P, ranks]."""

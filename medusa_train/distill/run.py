@@ -21,7 +21,7 @@ from medusa_train.data.prompts import EncodedPrompt, encode_prompts, prompts_by_
 from medusa_train.data.rows import LEAD, Row, part_path, part_seconds, read_split, write_part
 from medusa_train.decode.batched import Answer, Choose, answer_batch, best_token
 from medusa_train.model.backbone import Backbone
-from medusa_train.ops.sample import GREEDY_BELOW, draw
+from medusa_train.ops.sample import Sampling, draw, probabilities
 from medusa_train.parallel import World
 from medusa_train.track.manifest import Stage, fingerprint
 from medusa_train.track.progress import progress
@@ -126,13 +126,14 @@ def _answer_part(part: _Part, config: Config, backbone: Backbone) -> int:
 
 
 def _chooser(part: _Part, settings: DistillConfig, seed: int) -> Choose:
-    if part.greedy or settings.temperature < GREEDY_BELOW:
+    sampling = Sampling(temperature=settings.temperature, top_p=settings.top_p)
+    if part.greedy or sampling.greedy:
         return best_token
     uniform = row_numbers([e.prompt.id for e in part.prompts], settings.max_new_tokens, seed)
 
     def choose(logits: Tensor, rows: list[int], step: int) -> Tensor:
         numbers = uniform[rows, step].to(logits.device)
-        return draw(logits, numbers, temperature=settings.temperature, top_p=settings.top_p)
+        return draw(probabilities(logits, sampling), numbers)
 
     return choose
 

@@ -27,12 +27,12 @@ def step_seconds(methods: Sequence[Method], prompt: Sequence[int], *, repeats: i
     """
     warmup = 2
     room = (warmup + repeats + 1) * max(method.longest_block for method in methods)
-    tokens = [method.start(prompt, room=room) for method in methods]
+    tokens = [method.start([prompt], room=room) for method in methods]
     times: list[list[float]] = [[] for _ in methods]
     for _ in range(warmup + repeats):
         for i, method in enumerate(methods):
             begin = clock(method.device)
-            tokens[i] = method.step(tokens[i])[-1]
+            tokens[i] = [block[-1] for block in method.step(tokens[i])]
             times[i].append(clock(method.device) - begin)
     return [statistics.median(spent[warmup:]) for spent in times]
 

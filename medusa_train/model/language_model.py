@@ -4,6 +4,7 @@ Legend: B rows, T tokens, P positions, V vocabulary, D hidden size.
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from medusa_train.errors import ModelError
 from medusa_train.model.attention import use_grouped_attention
 from medusa_train.model.compat import cache_argument
+from medusa_train.model.compiled import compile_for_decoding
 from medusa_train.model.packed import fast_twin
 from medusa_train.ops.sample import best_ids
 
@@ -68,7 +70,9 @@ class LanguageModel:
         """The longest context, prompt and answer together."""
         return int(getattr(self.config, "max_position_embeddings", 2**31))
 
-    def forward(self, ids: Tensor, *, positions: Tensor, mask: Any, cache: Any) -> Tensor:
+    def forward(
+        self, ids: Tensor, *, positions: Tensor, mask: Any, cache: Any, compiled: bool = False
+    ) -> Tensor:
         """One forward over new tokens: final-norm hidden states, [B, T, D].
 
         Args:
@@ -76,11 +80,17 @@ class LanguageModel:
             positions: [B, T].
             mask: additive, [B or 1, 1, T, S], or one by layer type.
             cache: keys and values of the S - T tokens before; the new ones are added to it.
+            compiled: run it through `torch.compile`.
         """
         cached = {self._cache_argument: cache}
-        return self._decoder(
+        decoder = self._compiled_decoder if compiled else self._decoder
+        return decoder(
             input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, **cached
         ).last_hidden_state
+
+    @cached_property
+    def _compiled_decoder(self) -> Callable[..., Any]:
+        return compile_for_decoding(self.decoder)
 
     def hidden_states(self, ids: Tensor, attend: Tensor) -> Tensor:
         """Final-norm hidden states of right-padded rows, without a cache, [B, T] -> [B, T, D]."""
@@ -95,6 +105,26 @@ class LanguageModel:
         if self.valid_ids < self.vocab_size:
             logits[..., self.valid_ids :] = float("-inf")
         return logits
+
+    def logits_over(self, hidden: Tensor, vocab_size: int) -> Tensor:
+        """Logits in the ids of a target; minus infinity where this model has none.
+
+        Args:
+            hidden: [..., D].
+            vocab_size: V of the target.
+
+        Returns:
+            [..., V].
+        """
+        own = self.logits(hidden)
+        if self.token_map is None and own.shape[-1] == vocab_size:
+            return own
+        ids = self.token_map
+        if ids is None:
+            ids = torch.arange(min(own.shape[-1], vocab_size), device=own.device)
+        full = own.new_full((*own.shape[:-1], vocab_size), float("-inf"))
+        full[..., ids] = own[..., : len(ids)]
+        return full
 
     def cap(self, logits: Tensor) -> Tensor:
         """What some models do to the products of their LM head, any shape."""

@@ -108,8 +108,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Each input as (tensor in `dtype`, gradient or None)
         inputs = [hidden, weight] if down is None or up is None else [hidden, weight, down, up]
         needed = ctx.needs_input_grad
+        new = torch.empty_like if len(hidden) else torch.zeros_like  # chunks fill them all
         grads = [
-            torch.zeros_like(tensor, dtype=torch.float32) if need else None
+            new(tensor, dtype=torch.float32) if need else None
             for tensor, need in zip(inputs, needed, strict=False)
         ]
         cast_ups = [tensor.detach().to(dtype) for tensor in inputs[1::2]]
@@ -127,7 +128,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if grad_left is not None:
                     grad_left[chunk] = logits @ right
                 if grad_right is not None:
-                    grad_right += logits.T @ left
+                    # The first assigns: a pass over [V, D] is not free
+                    add = grad_right.copy_ if start == 0 else grad_right.add_
+                    add(logits.T @ left)
         kept = [
             None if grad is None else grad.to(tensor.dtype)
             for grad, tensor in zip(grads, inputs, strict=True)

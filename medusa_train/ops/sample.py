@@ -1,8 +1,12 @@
-"""Drawing tokens: temperature and nucleus, from numbers that belong to the row alone.
+"""From logits to the next token: penalties, temperature and filters, and drawing.
+
+Processing follows transformers in order and meaning: repetition penalty, then temperature, top-k,
+top-p and min-p. Probabilities are float32 whatever the logits are.
 
 Legend: B rows, V vocabulary.
 """
 
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -11,37 +15,101 @@ from torch import Tensor
 GREEDY_BELOW = 1e-4  # a lower temperature is greedy everywhere; dividing by it would overflow
 
 
-def draw(logits: Tensor, uniform: Tensor, *, temperature: float, top_p: float) -> Tensor:
-    """One token a row, by inverting the cumulative distribution.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the next token follows from logits. As it stands: greedy, nothing processed."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # keep so many of the best tokens; 0 keeps all
+    top_p: float = 1.0  # keep the best tokens until their probability reaches this
+    min_p: float = 0.0  # keep tokens with at least this share of the best one's probability
+    repetition_penalty: float = 1.0  # of every token in prompt and answer
+    min_new_tokens: int = 0  # no end id before the answer has so many tokens
+    banned_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        rules = (
+            (0 <= self.temperature < float("inf"), "temperature", "a finite number, 0 or more"),
+            (self.top_k >= 0, "top_k", "0 (off) or more"),
+            (0 < self.top_p <= 1, "top_p", "more than 0, at most 1"),
+            (0 <= self.min_p < 1, "min_p", "0 (off) or more, below 1"),
+            (0 < self.repetition_penalty < float("inf"), "repetition_penalty", "more than 0"),
+            (self.min_new_tokens >= 0, "min_new_tokens", "0 or more"),
+            (all(i >= 0 for i in self.banned_ids), "banned_ids", "token ids"),
+        )
+        for holds, name, wanted in rules:
+            if not holds:
+                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the best token is taken rather than one drawn."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def processes(self) -> bool:
+        """Whether logits depend on more than the model."""
+        return self.repetition_penalty != 1 or self.min_new_tokens > 0 or len(self.banned_ids) > 0
+
+
+def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make seen tokens less likely: positive logits are divided, negative ones multiplied.
 
     Args:
-        logits: [B, V].
-        uniform: a number in [0, 1) for each row, [B].
-        temperature: below `GREEDY_BELOW` the best token is taken.
-        top_p: the smallest set of best tokens whose probability reaches this is kept.
+        logits: [..., V].
+        seen: True for ids that are in prompt or answer already, [..., V].
+        penalty: of Keskar et al. 2019 (arXiv 1909.05858); below 1 it rewards.
+    """
+    lower = torch.where(logits < 0, logits * penalty, logits / penalty)
+    return torch.where(seen, lower, logits)
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The law that the next token is drawn from, float32, [..., V] -> [..., V].
+
+    Of a temperature below `GREEDY_BELOW` it is all on the best token.
+    """
+    if sampling.greedy:
+        best = best_ids(logits).unsqueeze(-1)
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best, 1.0)
+    scores = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        lowest = scores.topk(sampling.top_k).values[..., -1:]
+        scores = scores.masked_fill(scores < lowest, float("-inf"))
+    law = scores.softmax(dim=-1)
+    if sampling.top_p < 1:
+        law = _nucleus(law, sampling.top_p)
+    if sampling.min_p > 0:
+        best = law.amax(dim=-1, keepdim=True)
+        law = law.masked_fill(law < sampling.min_p * best, 0.0)
+    return law / law.sum(dim=-1, keepdim=True)
+
+
+def _nucleus(law: Tensor, top_p: float) -> Tensor:
+    """The fewest best tokens whose probability reaches `top_p`; the rest gets none."""
+    ordered, ids = law.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    kept = ordered.masked_fill(before >= top_p, 0.0)
+    return torch.zeros_like(law).scatter_(-1, ids, kept)
+
+
+def draw(law: Tensor, uniform: Tensor) -> Tensor:
+    """A token each, by inverting the running sum; one without probability is never drawn.
+
+    Args:
+        law: probabilities, or any weights that are not negative, [..., V].
+        uniform: a number in [0, 1) each, [...].
 
     Returns:
-        Ids, [B].
+        Ids, [...].
     """
-    if temperature < GREEDY_BELOW:
-        return best_ids(logits)
-    probabilities = torch.softmax(logits.float() / temperature, dim=-1)
-    if top_p == 1:  # any order will do: sorting a vocabulary costs more than a step of the model
-        return _at_share(probabilities.cumsum(dim=-1), uniform)
-    ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    total = ordered.cumsum(dim=-1)
-    kept = (total - ordered < top_p) & (ordered > 0)  # rounding must not reach an excluded id
-    mass = total.masked_fill(~kept, 0.0).amax(dim=-1, keepdim=True)
-    place = _at_share(torch.minimum(total, mass), uniform)
-    return ids.gather(1, place.unsqueeze(1)).squeeze(1)
-
-
-def _at_share(total: Tensor, uniform: Tensor) -> Tensor:
-    """The first place at which running sums exceed a share of their last, [B, V], [B] -> [B]."""
-    mass = total[:, -1:]
-    place = torch.searchsorted(total, uniform.unsqueeze(1).to(total.dtype) * mass, right=True)
+    total = law.cumsum(dim=-1)
+    mass = total[..., -1:]
+    share = uniform.unsqueeze(-1).to(total.dtype) * mass
+    place = torch.searchsorted(total, share, right=True)
     last = (total < mass).sum(dim=-1, keepdim=True)  # rounding must not go beyond the last share
-    return torch.minimum(place, last).squeeze(1)
+    return torch.minimum(place, last).squeeze(-1)
 
 
 def best_ids(logits: Tensor) -> Tensor:

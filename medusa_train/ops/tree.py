@@ -8,6 +8,7 @@ Legend: N nodes, root included.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -34,6 +35,15 @@ class Tree:
         """How many guesses of each head the tree reads; head k serves depth k + 1."""
         deepest = self.depth[-1]
         return [1 + max(p[-1] for p in self.paths if len(p) == d + 1) for d in range(deepest)]
+
+    @cached_property
+    def trails(self) -> Tensor:
+        """Nodes from below the root to each node, itself included; -1 fills, [N, depth]."""
+        trails = [[-1] * self.depth[-1]]
+        for node in range(1, len(self.parent)):
+            trails.append(list(trails[self.parent[node]]))
+            trails[node][self.depth[node] - 1] = node
+        return torch.tensor(trails, dtype=torch.long).reshape(len(trails), self.depth[-1])
 
     def attend(self) -> Tensor:
         """True where a node (row) sees another (column): itself and its ancestors, [N, N]."""
@@ -81,6 +91,17 @@ def build_tree(choices: Iterable[Sequence[int]], *, num_heads: int, max_rank: in
         parent=parent,
         depth=(0, *(len(path) for path in paths)),
         children=children,
+    )
+
+
+@cache
+def chain_tree(length: int) -> Tree:
+    """A tree of so many guesses in a row; of none, the root alone."""
+    return Tree(
+        paths=tuple(chain(length)),
+        parent=tuple(range(-1, length)),
+        depth=tuple(range(length + 1)),
+        children=(*((node + 1,) for node in range(length)), ()),
     )
 
 

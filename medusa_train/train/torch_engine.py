@@ -76,7 +76,8 @@ class TorchEngine:
                 raise TrainingError(not_finite(finite, total))
             self._scale.overflowed()
         else:
-            nn.utils.clip_grads_with_norm_(self._trained.values(), self._clip, norms["all"])
+            if total > self._clip:
+                nn.utils.clip_grads_with_norm_(self._trained.values(), self._clip, norms["all"])
             self._optimizer.step()
             self._optimizer.zero_grad()
             self._updates += 1

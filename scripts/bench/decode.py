@@ -143,12 +143,12 @@ def _step_ms(method: Method, prompt: list[int], *, steps: int, room: int) -> Wor
 
     @torch.inference_mode()
     def workload() -> float:
-        token = method.start(prompt, room=room)
+        tokens = method.start([prompt], room=room)
         for _ in range(WARM_STEPS):
-            token = method.step(token)[-1]
+            tokens = [method.step(tokens)[0][-1]]
         begin = clock(method.device)
         for _ in range(steps):
-            token = method.step(token)[-1]
+            tokens = [method.step(tokens)[0][-1]]
         return 1e3 * (clock(method.device) - begin) / steps
 
     return workload

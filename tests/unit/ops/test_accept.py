@@ -1,6 +1,6 @@
 import pytest
 
-from medusa_train.ops.accept import greedy_path
+from medusa_train.ops.accept import follow
 
 # Nodes: the root; 1, 2, 3 below it; 4, 5 below 1; 6 below 2; 7 below 4
 CHILDREN = ((1, 2, 3), (4, 5), (6,), (), (7,), (), (), ())
@@ -21,12 +21,12 @@ TOKENS = [9, 10, 11, 12, 20, 21, 20, 30]
     ],
 )
 def test_the_path_follows_the_targets_choices(best, path):
-    assert greedy_path(CHILDREN, TOKENS, [best.get(node, -1) for node in range(8)]) == path
+    assert follow(CHILDREN, TOKENS, [best.get(node, -1) for node in range(8)]) == path
 
 
 def test_the_token_of_the_root_is_certain():
-    assert greedy_path(((),), [5], [5]) == [0]
+    assert follow(((),), [5], [5]) == [0]
 
 
 def test_the_first_of_equal_siblings_is_taken():
-    assert greedy_path(((1, 2), (), ()), [0, 7, 7], [7, 7, 7]) == [0, 1]
+    assert follow(((1, 2), (), ()), [0, 7, 7], [7, 7, 7]) == [0, 1]
