@@ -26,9 +26,7 @@ class Guesses:
     """Candidates of one step, below a root that is certain."""
 
     tree: Tree
-    ids: (
-        Tensor  # of the nodes but the root, on the device; `NO_TOKEN` where there is none, [B, N-1]
-    )
+    ids: Tensor  # of all nodes but the root; `NO_TOKEN` where there is none, [B, N-1]
     laws: Tensor | None = None  # that they were drawn from, if they were, [B, N-1, V]
 
 
