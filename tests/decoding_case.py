@@ -177,13 +177,21 @@ class OracleHeads:
     token_map = None
     shape = SimpleNamespace(lm_head="own")
 
-    def __init__(self, backbone: Backbone, text: Sequence[int], ranks: Tensor) -> None:
-        """Know the whole text; `ranks` [T, K] says where head k puts token t + k + 2."""
-        self._text, self._ranks = list(text), ranks
+    def __init__(
+        self, backbone: Backbone, text: Sequence[int], ranks: Tensor, *more: Sequence[int]
+    ) -> None:
+        """Know whole texts; `ranks` [T, K] says where head k puts token t + k + 2 of each."""
         self._vocab, self._valid = backbone.vocab_size, backbone.valid_ids
-        ids = torch.tensor([self._text], device=backbone.device)
-        with torch.no_grad():
-            self._states = backbone.hidden_states(ids, torch.ones_like(ids, dtype=torch.bool))[0]
+        states, truths, places = [], [], []
+        for known in (text, *more):
+            ids = torch.tensor([list(known)], device=backbone.device)
+            with torch.no_grad():
+                attend = torch.ones_like(ids, dtype=torch.bool)
+                states.append(backbone.hidden_states(ids, attend)[0])
+            truths.append(torch.tensor([*known, *[0] * (DEPTH + 1)]).unfold(0, DEPTH, 1)[2:])
+            places.append(ranks[: len(known)])
+        self._states = torch.cat(states)  # [P, D]
+        self._truths, self._ranks = torch.cat(truths), torch.cat(places)  # [P, K]
 
     def __getitem__(self, k: int) -> SimpleNamespace:
         return SimpleNamespace(for_decoding=lambda *, shared: partial(self._logits, k))
@@ -193,12 +201,13 @@ class OracleHeads:
         return ids
 
     def _logits(self, k: int, hidden: Tensor) -> Tensor:
-        place = int((self._states - hidden).norm(dim=-1).argmin())
-        truth = self._text[place + k + 2]
-        order = [token for token in range(self._valid) if token != truth]
-        order.insert(int(self._ranks[place, k]), truth)
-        logits = torch.full((1, self._vocab), 1e9)  # padding comes first unless it is cut off
-        logits[0, order] = -torch.arange(self._valid, dtype=torch.float32)
+        found = (self._states - hidden.unsqueeze(1)).norm(dim=-1).argmin(dim=-1)
+        logits = torch.full((len(hidden), self._vocab), 1e9)  # padding comes first unless cut off
+        for row, place in zip(logits, found.tolist(), strict=True):
+            truth = int(self._truths[place, k])
+            order = [token for token in range(self._valid) if token != truth]
+            order.insert(int(self._ranks[place, k]), truth)
+            row[order] = -torch.arange(self._valid, dtype=torch.float32)
         return logits.to(hidden.device)
 
 

@@ -8,7 +8,7 @@ from medusa_train.data.hidden_states import online_source
 from medusa_train.data.rows import LEAD, Row
 from medusa_train.decode import Plain
 from medusa_train.decode.batched import answer_batch, shared_length
-from medusa_train.ops.sample import draw
+from medusa_train.ops.sample import Sampling, draw, probabilities
 
 LENGTH = 24
 PROMPTS = [random_ids(n, seed=n) for n in (1, 5, 12, 12, 20, 33)]
@@ -127,8 +127,8 @@ def test_drawn_answers_belong_to_their_rows_and_not_to_the_batch(tiny):
 
     def answers(of, end_ids):
         def choose(logits, rows, step):
-            uniform = numbers[of][rows, step]
-            return draw(logits, uniform, temperature=0.8, top_p=0.9)
+            law = probabilities(logits, Sampling(temperature=0.8, top_p=0.9))
+            return draw(law, numbers[of][rows, step])
 
         prompts = [PROMPTS[i] for i in of]
         found = answer_batch(tiny, prompts, max_new_tokens=LENGTH, end_ids=end_ids, choose=choose)

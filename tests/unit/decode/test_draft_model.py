@@ -1,8 +1,16 @@
 import pytest
 import torch
-from decoding_case import answer_of, noisy_draft, random_ids, transformers_greedy
+from decoding_case import (
+    answer_of,
+    make_family,
+    noisy_draft,
+    noted,
+    random_ids,
+    transformers_greedy,
+)
 
 from medusa_train.decode import DraftModel
+from medusa_train.decode.draft_model import next_limit
 from medusa_train.model.draft import cut_draft
 from medusa_train.model.language_model import LanguageModel
 
@@ -91,7 +99,61 @@ def test_padding_of_the_draft_is_never_guessed(tiny, truth):
     assert set(found.accepted) == {3}
 
 
-def test_the_shorter_context_of_the_two_counts(tiny):
-    draft = noisy_draft(tiny, 0.0)
-    draft.config.max_position_embeddings = 50
-    assert DraftModel(tiny, draft, gamma=3).max_positions == 47
+def test_guesses_per_step_are_as_many_as_asked_for(monkeypatch, tiny):
+    """The target reads its newest token and exactly so many guesses, up to the last step."""
+    sizes = noted(monkeypatch, tiny, "forward", lambda ids, **_: ids.shape[1])
+    found = answer_of(DraftModel(tiny, noisy_draft(tiny, 0.01), gamma=5), PROMPT, LENGTH)
+    assert sizes == [len(PROMPT)] + [6] * found.steps
+
+
+def test_no_guesses_at_all_are_refused(tiny):
+    with pytest.raises(ValueError, match="gamma must be at least 1, got 0"):
+        DraftModel(tiny, noisy_draft(tiny, 0.0), gamma=0)
+
+
+@pytest.mark.parametrize(
+    ("limit", "accepted", "following"),
+    [(4, 4, 6), (4, 3, 3), (4, 0, 3), (1, 1, 3), (1, 0, 1), (2, 0, 1), (15, 15, 16), (16, 16, 16)],
+)
+def test_the_next_number_of_guesses(limit, accepted, following):
+    assert next_limit(limit, accepted) == following
+
+
+def adaptive_sizes(monkeypatch, tiny, draft, prompts):
+    """Guesses of each step of one method on one prompt after the other."""
+    method = DraftModel(tiny, draft, gamma=4, adaptive=True)
+    sizes = noted(monkeypatch, tiny, "forward", lambda ids, **_: ids.shape[1] - 1)
+    found = []
+    for prompt in prompts:
+        answer = answer_of(method, prompt, LENGTH)
+        assert answer.ids == transformers_greedy(tiny, prompt, LENGTH)
+        found.append((sizes[1:], answer.accepted))
+        sizes.clear()
+    return found
+
+
+def test_an_adaptive_draft_follows_its_rule_and_starts_anew_with_each_prompt(monkeypatch, tiny):
+    """So that a result does not depend on the order of the prompts."""
+    draft = noisy_draft(tiny, 0.01)
+    first, second = PROMPT, random_ids(17, seed=5)
+    there = adaptive_sizes(monkeypatch, tiny, draft, [first, second])
+    monkeypatch.undo()
+    back = adaptive_sizes(monkeypatch, tiny, draft, [second, first])
+    assert there == back[::-1]
+    for sizes, accepted in there:
+        assert sizes[0] == 4
+        for size, more, following in zip(sizes, accepted, sizes[1:], strict=False):
+            assert following == next_limit(size, more)
+        assert len(set(sizes)) > 2
+
+
+def test_a_draft_with_a_shorter_context_than_the_target():
+    """It guesses badly beyond its own last position, where the target goes on as ever."""
+    target = make_family("gpt2", max_position_embeddings=64)
+    draft = make_family("gpt2", max_position_embeddings=20)
+    for length in (10, 30):
+        prompt = random_ids(length)
+        method = DraftModel(target, draft, gamma=3)
+        assert method.max_positions == 64
+        found = answer_of(method, prompt, 100)
+        assert found.ids == transformers_greedy(target, prompt, 64 - length)

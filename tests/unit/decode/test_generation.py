@@ -3,42 +3,31 @@
 import pytest
 import torch
 from decoding_case import (
-    TREES,
-    OracleHeads,
     answer_of,
+    make_family,
     make_llama,
-    make_tree,
-    mixed_ranks,
-    noisy_draft,
+    noted,
     random_ids,
     transformers_greedy,
 )
+from method_case import METHODS, make_method
 
-from medusa_train.decode import DraftModel, Medusa, Plain, generate
+from medusa_train.decode import generate
 from medusa_train.errors import DataError
 
-METHODS = ["plain", "draft", "medusa"]
 LENGTH = 24
+every_method = pytest.mark.parametrize("name", METHODS)
 
 
 class Case:
     """A prompt, its true answer, and methods that are mostly right about it."""
 
-    def __init__(self, backbone, prompt):
+    def __init__(self, backbone, prompt, *, ahead=12):
         self.backbone, self.prompt = backbone, prompt
-        self.truth = transformers_greedy(backbone, prompt, LENGTH + 12)
-        self.draft = noisy_draft(backbone, 0.005)
+        self.truth = transformers_greedy(backbone, prompt, LENGTH + ahead)
 
     def method(self, name):
-        text = self.prompt + self.truth
-        match name:
-            case "plain":
-                return Plain(self.backbone)
-            case "draft":
-                return DraftModel(self.backbone, self.draft, gamma=4)
-        ranks = torch.zeros_like(mixed_ranks(len(text)))  # the best guess is always true
-        heads = OracleHeads(self.backbone, text, ranks)
-        return Medusa(self.backbone, heads, make_tree(TREES["chain"]))  # pyright: ignore
+        return make_method(name, self.backbone, self.prompt + self.truth, right=True)
 
     def answer(self, name, length=LENGTH, end_ids=()):
         return answer_of(self.method(name), self.prompt, length, end_ids=end_ids)
@@ -52,7 +41,7 @@ def case(tiny):
     return Case(tiny, random_ids(12, seed=3))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@every_method
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 6, LENGTH])
 def test_the_answer_has_exactly_as_many_tokens_as_asked_for(case, name, length):
     found = case.answer(name, length)
@@ -60,11 +49,24 @@ def test_the_answer_has_exactly_as_many_tokens_as_asked_for(case, name, length):
     assert found.finish_reason == "length"
     assert found.steps == len(found.accepted)
     assert 1 + sum(found.accepted) + found.steps >= length
-    if name == "medusa":
+    if name in ("medusa", "lookup"):
         assert found.accepted == [4] * -(-(length - 1) // 5)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@every_method
+def test_no_tokens_at_all(monkeypatch, case, name):
+    """Nothing is computed for them; a prompt that could not be answered is refused even so."""
+    method = case.method(name)
+    forwards = noted(monkeypatch, case.backbone, "forward", lambda *_, **__: None)
+    found = answer_of(method, case.prompt, 0)
+    assert (found.ids, found.finish_reason, found.steps, forwards) == ([], "length", 0, [])
+    with pytest.raises(DataError, match="the prompt has no tokens"):
+        answer_of(method, [], 0)
+    with pytest.raises(DataError, match="max_new_tokens must be 0 or more, got -1"):
+        answer_of(method, case.prompt, -1)
+
+
+@every_method
 def test_an_end_id_at_every_place_of_a_block(case, name):
     places = set()
     for token in dict.fromkeys(case.truth[:LENGTH]):
@@ -76,7 +78,7 @@ def test_an_end_id_at_every_place_of_a_block(case, name):
     assert places == set(range(5))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@every_method
 def test_the_first_of_several_end_ids_decides(case, name):
     ends = [case.truth[9], case.truth[4]]
     first = min(case.truth.index(token) for token in ends)
@@ -84,7 +86,7 @@ def test_the_first_of_several_end_ids_decides(case, name):
     assert found == case.truth[: first + 1] == case.expected(end_ids=ends)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@every_method
 @pytest.mark.parametrize("length", [1, 300])
 def test_short_and_long_prompts(tiny, name, length):
     case = Case(tiny, random_ids(length, seed=4))
@@ -93,35 +95,38 @@ def test_short_and_long_prompts(tiny, name, length):
     assert (sum(found.accepted) > 0) == (name != "plain")
 
 
-@pytest.mark.parametrize("name", METHODS)
+@every_method
 def test_an_empty_prompt_is_refused(case, name):
     with pytest.raises(DataError, match="the prompt has no tokens"):
         answer_of(case.method(name), [], 4)
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_the_context_ends_the_answer(name):
-    case = Case(make_llama(max_position_embeddings=64), random_ids(40))
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@every_method
+def test_the_context_ends_the_answer(name, family):
+    """All methods reach its very end, also where it has no rows for positions beyond."""
+    case = Case(make_family(family, max_position_embeddings=64), random_ids(40), ahead=0)
     method = case.method(name)
-    assert method.max_positions == 64 - (0 if name == "plain" else 4)
-    room = method.max_positions - 40
+    assert method.max_positions == 64
     found = answer_of(method, case.prompt, 1000)
-    assert found.ids == case.truth[:room]
+    assert found.ids == case.truth == case.expected(64 - 40)
     assert found.finish_reason == "length"
-    full = random_ids(method.max_positions)
-    assert len(answer_of(method, full[1:], 9).ids) == 1
-    with pytest.raises(DataError, match=f"a prompt of {len(full)} tokens leaves no room"):
-        answer_of(method, full, 9)
+    for length in range(60, 64):
+        prompt = random_ids(length, seed=5)
+        expected = transformers_greedy(case.backbone, prompt, 64 - length)
+        assert answer_of(method, prompt, 9).ids == expected
+    with pytest.raises(DataError, match="a prompt of 64 tokens leaves no room"):
+        answer_of(method, random_ids(64), 9)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@every_method
 def test_an_abandoned_answer_leaves_nothing_to_the_next(case, name):
     method = case.method(name)
     for steps in range(4):
         with torch.inference_mode():
-            token = method.start(random_ids(30, seed=7), room=40)
+            tokens = method.start([random_ids(30, seed=7)], room=40)
             for _ in range(steps):
-                token = method.step(token)[-1]
+                tokens = [block[-1] for block in method.step(tokens)]
         assert (
             generate(method, case.prompt, max_new_tokens=LENGTH, end_ids=()).ids
             == (case.truth[:LENGTH])
@@ -136,7 +141,7 @@ def attributes(model):
     return parts, hooks, versions, model.config.to_dict(), model.generation_config.to_dict()
 
 
-@pytest.mark.parametrize("name", METHODS)
+@every_method
 def test_nothing_is_left_on_the_model(name):
     case = Case(make_llama(), random_ids(12, seed=3))
     before = attributes(case.backbone.model)
@@ -145,7 +150,7 @@ def test_nothing_is_left_on_the_model(name):
     assert case.expected() == case.truth[:LENGTH]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@every_method
 def test_padding_rows_of_the_lm_head_are_never_chosen(name):
     backbone = make_llama()
     rows = backbone.lm_head.weight.data  # pyright: ignore
@@ -160,7 +165,7 @@ def test_padding_rows_of_the_lm_head_are_never_chosen(name):
     assert int(free.max()) >= 259
 
 
-@pytest.mark.parametrize("name", METHODS)
+@every_method
 def test_the_clocks_run(case, name):
     found = case.answer(name)
     assert found.prefill_seconds > 0

@@ -82,7 +82,8 @@ def test_guesses_are_the_best_tokens_of_each_head(tiny, lm_head):
     ranks = [3, 1, 2]
     with torch.no_grad():
         guesses = HeadGuesses(tiny, heads, ranks)
-        found = torch.stack([guesses(state) for state in states])
+        found = guesses(states)
+        assert torch.equal(guesses(states[1:2]), found[1:2])
         same = HeadGuesses(tiny, heads, [2, 2, 2]).each_head(states)
     expected = []
     for k, rank in enumerate(ranks):
@@ -109,7 +110,7 @@ def test_heads_see_one_state_a_step_and_the_lm_head_every_node_once(monkeypatch,
     assert asked == [1] * found.steps
 
 
-def test_the_tree_costs_context(tiny):
-    heads = make_heads(tiny, "own")
-    assert Medusa(tiny, heads, make_tree(chain(3), num_heads=3)).max_positions == 2048 - 3
-    assert Medusa(tiny, heads, make_tree([(0,), (1,)], num_heads=3)).max_positions == 2048 - 1
+def test_the_tree_costs_no_context(tiny):
+    method = Medusa(tiny, make_heads(tiny, "own"), make_tree(chain(3), num_heads=3))
+    assert method.max_positions == 2048
+    assert method.longest_block == 4

@@ -37,15 +37,15 @@ class Timed:
     room: int = 0
     taken: int = 0
 
-    def start(self, prompt: Sequence[int], *, room: int) -> int:
-        self.room = room
-        return 0
+    def start(self, prompts: Sequence[Sequence[int]], *, room: int) -> list[int]:
+        self.prompts, self.room = prompts, room
+        return [0]
 
-    def step(self, token: int) -> list[int]:
+    def step(self, tokens: Sequence[int]) -> list[list[int]]:
         self.clock.now += self.seconds[self.taken % len(self.seconds)]
-        self.diary.append(f"{self.name}{token}")
+        self.diary.append(f"{self.name}{tokens[0]}")
         self.taken += 1
-        return [token + 1]
+        return [[7, tokens[0] + 1]]  # the last one is fed next
 
 
 @pytest.fixture
@@ -67,6 +67,7 @@ def test_step_latency_is_the_median_after_two_steps_of_warm_up(clock):
     assert step_seconds([slow, fast], [1, 2], repeats=5) == [2, 0.5]
     assert diary[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
     assert slow.room == fast.room == 8 * 4
+    assert slow.prompts == fast.prompts == [[1, 2]]
 
 
 class Recorder:

@@ -1,6 +1,6 @@
 import pytest
 
-from medusa_train.ops.tree import build_tree, chain
+from medusa_train.ops.tree import build_tree, chain, chain_tree
 
 
 def build(choices, *, num_heads=3, max_rank=10):
@@ -48,6 +48,29 @@ def test_a_wide_tree():
         [0, 1, 4, 7],
     ]
     assert tree.ranks_by_depth == [3, 2, 1]
+
+
+def test_trails_are_the_nodes_on_the_way_to_each():
+    tree = build([[0], [1], [0, 0], [0, 1], [0, 1, 0]])
+    assert tree.trails.tolist() == [
+        [-1, -1, -1],
+        [1, -1, -1],
+        [2, -1, -1],
+        [1, 3, -1],
+        [1, 4, -1],
+        [1, 4, 5],
+    ]
+
+
+@pytest.mark.parametrize("length", [0, 1, 4])
+def test_a_chain_of_guesses(length):
+    tree = chain_tree(length)
+    assert tree.nodes == length
+    assert tree.trails.shape == (length + 1, length)
+    if length:
+        assert tree == build(chain(length), num_heads=length)
+    else:
+        assert (tree.parent, tree.depth, tree.children) == ((-1,), (0,), ((),))
 
 
 def test_ranks_may_have_gaps():

@@ -1,0 +1,53 @@
+"""Every decoding method with guesses that are often right, for tests of what holds for all."""
+
+from collections.abc import Sequence
+
+from decoding_case import TREES, OracleHeads, make_tree, mixed_ranks, noisy_draft
+
+from medusa_train.decode import DraftModel, Lookup, Medusa, Method, Plain
+from medusa_train.model.backbone import Backbone
+
+METHODS = ["plain", "draft", "adaptive", "medusa", "lookup"]
+GUESSING = METHODS[1:]
+
+
+class ToldLookup(Lookup):
+    """A lookup that has read some texts before it starts."""
+
+    told: Sequence[Sequence[int]] = ()
+
+    def _begin(self, prompts: Sequence[Sequence[int]], tokens: Sequence[int], *, room: int) -> None:
+        super()._begin(prompts, tokens, room=room)
+        for text, prompt, token in zip(self._texts, prompts, tokens, strict=True):
+            for known in self.told:
+                text.extend(known)
+            text.extend([*prompt, token])
+
+
+def make_method(
+    name: str, backbone: Backbone, *texts: Sequence[int], noise: float = 0.005, right: bool = False
+) -> Method:
+    """A method by its name in `METHODS`.
+
+    Args:
+        name: which.
+        backbone: the target.
+        texts: prompts with their answers, which heads and lookup guess from.
+        noise: in the weights of the draft; 0 is always right.
+        right: whether all heads put the true token first.
+    """
+    match name:
+        case "plain":
+            return Plain(backbone)
+        case "draft":
+            return DraftModel(backbone, noisy_draft(backbone, noise), gamma=4)
+        case "adaptive":
+            return DraftModel(backbone, noisy_draft(backbone, noise), gamma=4, adaptive=True)
+        case "lookup":
+            method = ToldLookup(backbone, gamma=4)
+            method.told = texts
+            return method
+    ranks = mixed_ranks(max(map(len, texts)))
+    heads = OracleHeads(backbone, texts[0], ranks * (not right), *texts[1:])
+    tree = make_tree(TREES["chain" if right else "deep"])
+    return Medusa(backbone, heads, tree)  # pyright: ignore
