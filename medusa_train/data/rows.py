@@ -7,7 +7,9 @@ were computed from. Text is for people; training never tokenises it again.
 Legend: T tokens of a row, P positions with a stored state, D hidden size, R rows of a part.
 """
 
+import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +27,10 @@ from medusa_train.errors import DataError
 # States are stored from this many positions before the answer on, so that each of up to LEAD - 1
 # heads (more than a config allows) finds the prompt positions whose targets lie in the answer.
 LEAD = 17
+
+_INSTEAD = "train with medusa1.hidden_states=online (or medusa2's), or distill again"
+
+log = logging.getLogger(__name__)
 
 SCHEMA = pa.schema(
     [
@@ -110,23 +116,86 @@ def part_seconds(split: Path) -> float:
     return sum(float(found.get(b"seconds", 0.0)) for found in metadata)
 
 
-def read_split(split: Path) -> list[Row]:
-    """All rows of a split, in the order of its parts.
+def read_split(
+    split: Path, *, vocab_size: int | None = None, context: int | None = None
+) -> list[Row]:
+    """All rows of a split that say something, in the order of its parts.
+
+    A row without a token of the model's own, or longer than `context`, is left out and counted in
+    a warning.
+
+    Args:
+        split: folder of the parts.
+        vocab_size: of the model that reads them: ids lie below it; None for any.
+        context: tokens that the model can read at once; None for any number.
 
     Raises:
-        DataError: if there is no part, or one cannot be read.
+        DataError: if there is no part, one cannot be read, a row is malformed (file, row and field
+            are named), or no row is left.
     """
     parts = sorted(split.glob("part-*.parquet"))
     if not parts:
         raise DataError(f"no rows in {split}: expected part-*.parquet files made by `distill`")
-    rows: list[Row] = []
-    for part in parts:
-        try:
-            table = pq.read_table(part, schema=SCHEMA)
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{part} cannot be read ({error}); delete the distill folder") from None
-        rows += [Row(**r, part=part, index=i) for i, r in enumerate(table.to_pylist())]
-    return rows
+    rows = [row for part in parts for row in _read_part(part)]
+    for row in rows:
+        fault = _fault(row, vocab_size)
+        if fault is not None:
+            raise DataError(
+                f"row {row.id} in {row.part} (number {row.index}): {fault}; distill again"
+            )
+    return _left(rows, split, context)
+
+
+def _read_part(part: Path) -> list[Row]:
+    try:
+        table = pq.read_table(part, schema=SCHEMA)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError(f"{part} cannot be read ({reason}); delete the distill folder") from None
+    return [Row(**row, part=part, index=i) for i, row in enumerate(table.to_pylist())]
+
+
+def _fault(row: Row, vocab_size: int | None) -> str | None:
+    """What is wrong with a row, with the field it is in; None if nothing is."""
+    empty = [name for name in SCHEMA.names if getattr(row, name) is None]
+    if empty:
+        return f"{empty[0]} is missing"
+    if not row.ids:
+        return "ids is empty"
+    if len(row.mask) != len(row.ids):
+        return f"mask has {len(row.mask)} places, expected one for each of the {len(row.ids)} ids"
+    if None in row.ids or None in row.mask:
+        return "ids and mask must not have gaps"
+    if row.mask[0]:
+        return "mask says that the first token is the model's own, but no prompt comes before it"
+    size = 2**31 if vocab_size is None else vocab_size
+    if min(row.ids) < 0 or max(row.ids) >= size:
+        place, odd = next((t, i) for t, i in enumerate(row.ids) if not 0 <= i < size)
+        return (
+            f"ids has {odd} at token {place}, expected 0 to {size - 1}, the vocabulary of the "
+            "model: the rows were made for another one, or edited"
+        )
+    return None
+
+
+def _left(rows: Sequence[Row], split: Path, context: int | None) -> list[Row]:
+    """The rows that a model can read and learn from; the others are counted by their reason."""
+    left, out, counts = [], [], Counter[str]()
+    for row in rows:
+        reason = None
+        if True not in row.mask:
+            reason = "without a token of the model's own"
+        elif context is not None and len(row.ids) > context:
+            reason = f"longer than the model's context of {context} tokens"
+        (left if reason is None else out).append(row)
+        counts.update([reason] if reason else [])
+    why = ", ".join(f"{count} {reason}" for reason, count in counts.items()) or "it has none"
+    if not left:
+        raise DataError(f"no row of {split} can be used ({why}); distill again")
+    if out:
+        where = f"the first is {out[0].id} in {out[0].part}"
+        log.warning("%d of %d rows are left out (%s): %s", len(out), len(rows), why, where)
+    return left
 
 
 class HiddenFiles:
@@ -145,11 +214,17 @@ class HiddenFiles:
                 self._open[path] = (stored, stored.get_tensor("offsets").tolist())
             except (OSError, SafetensorError) as error:
                 raise DataError(
-                    f"hidden states {path} cannot be read ({error}); "
-                    "train with medusa1.hidden_states=online or distill again"
+                    f"hidden states {path} cannot be read ({error}); {_INSTEAD}"
                 ) from None
         stored, offsets = self._open[path]
-        return stored.get_slice("hidden")[offsets[row.index] : offsets[row.index + 1]]  # pyright: ignore
+        begin, *ends = offsets[row.index : row.index + 2] or [0]
+        wanted = len(row.ids) - 1 - row.states_start
+        if [end - begin for end in ends] != [wanted]:
+            raise DataError(
+                f"row {row.id} in {row.part} (number {row.index}) needs {wanted} hidden states, of "
+                f"which {path} has another number: one of the files was changed; {_INSTEAD}"
+            )
+        return stored.get_slice("hidden")[begin : begin + wanted]  # pyright: ignore
 
 
 def has_hidden(rows: Sequence[Row]) -> bool:

@@ -55,7 +55,8 @@ def evaluate(
     """
     settings = config.evaluate
     prompts = _prompts(config, backbone)
-    calibration = read_split(distilled / "calibration")
+    limits = {"vocab_size": backbone.vocab_size, "context": backbone.max_positions}
+    calibration = read_split(distilled / "calibration", **limits)
     refuse_trained(prompts, [*read_split(distilled / "train"), *calibration], distilled)
     medusa_heads = load_heads(
         heads.folder, dtype=backbone.dtype, device=backbone.device, backbone=backbone

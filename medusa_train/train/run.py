@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from medusa_train.config.schema import Config
 from medusa_train.config.training import OptimConfig
 from medusa_train.data.rows import Row, read_split
-from medusa_train.errors import DataError, TrainingError
+from medusa_train.errors import TrainingError
 from medusa_train.model.backbone import Backbone
 from medusa_train.model.vocabulary import choose_token_map, coverage
 from medusa_train.parallel import World
@@ -38,26 +38,10 @@ def read_rows(distill: Path, backbone: Backbone) -> tuple[list[Row], list[Row]]:
     """The rows to learn and those that are held out.
 
     Raises:
-        DataError: if there are none, none has an answer, or one has an id that the backbone does
-            not know.
+        DataError: if there are none that `backbone` can read, or one is malformed.
     """
-    rows, held_out = read_split(distill / "train"), read_split(distill / "calibration")
-    for name, split in (("train", rows), ("calibration", held_out)):
-        if not any(any(row.mask[1:]) for row in split):
-            raise DataError(
-                f"no row of {distill / name} has a token of the model's own, so there is nothing "
-                "to learn or to measure; distill again"
-            )
-    size = backbone.vocab_size
-    for row in (*rows, *held_out):
-        if min(row.ids) < 0 or max(row.ids) >= size:
-            place, odd = next((t, i) for t, i in enumerate(row.ids) if not 0 <= i < size)
-            raise DataError(
-                f"row {row.id} in {row.part}: found id {odd} at token {place}, expected 0 to "
-                f"{size - 1}, the vocabulary of {backbone.name}: the rows were made for another "
-                "model; distill again, or train the model they were made for"
-            )
-    return rows, held_out
+    limits = {"vocab_size": backbone.vocab_size, "context": backbone.max_positions}
+    return read_split(distill / "train", **limits), read_split(distill / "calibration", **limits)
 
 
 def train_objective(

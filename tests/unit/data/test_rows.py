@@ -1,5 +1,8 @@
 """Rows on disk: exact ids back, parts whole or absent, hidden states of the right row."""
 
+from dataclasses import replace
+
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -126,6 +129,83 @@ def test_a_damaged_part_is_named(tmp_path):
 
     with pytest.raises(DataError, match=r"part-00000\.parquet cannot be read"):
         read_split(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"ids": []}, "ids is empty"),
+        ({"ids": None}, "ids is missing"),
+        ({"prompt": None}, "prompt is missing"),
+        ({"mask": [False, True]}, "mask has 2 places, expected one for each of the 4 ids"),
+        ({"mask": [False, True, None, True]}, "ids and mask must not have gaps"),
+        ({"ids": [1, None, 3, 4]}, "ids and mask must not have gaps"),
+        ({"ids": [1, 2, 3, 320]}, "ids has 320 at token 3, expected 0 to 319"),
+        ({"ids": [1, -1, 3, 4]}, "ids has -1 at token 1, expected 0 to 319"),
+        ({"mask": [True] * 4}, "first token is the model's own, but no prompt comes before"),
+    ],
+)
+def test_a_malformed_row_is_named_with_its_file_and_field(tmp_path, change, fault):
+    path, rows = part_path(tmp_path, 3), [make_row("\0", 2, 2) for _ in range(3)]
+    rows[1] = replace(rows[1], id="odd", **change)
+    write_part(path, rows, None)
+
+    with pytest.raises(DataError) as refused:
+        read_split(tmp_path, vocab_size=320)
+
+    assert str(refused.value).startswith(f"row odd in {path} (number 1): ")
+    assert fault in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_of_another_kind_is_named(tmp_path):
+    pq.write_table(pa.table({"ids": ["one two"]}), part_path(tmp_path, 0))
+
+    with pytest.raises(DataError, match=r"part-00000\.parquet cannot be read \(") as refused:
+        read_split(tmp_path)
+
+    assert "\n" not in str(refused.value)
+
+
+def test_rows_that_are_too_long_or_without_an_answer_are_left_out_and_counted(tmp_path, caplog):
+    fits, long, silent = make_row("a", 4, 60), make_row("b", 200, 2), make_row("c", 3, 0)
+    write_part(part_path(tmp_path, 0), [long, fits], None)
+    write_part(part_path(tmp_path, 1), [silent, make_row("d", 62, 3)], None)
+
+    left = read_split(tmp_path, context=64)
+
+    assert [(row.id, row.index) for row in left] == [("a", 1)]
+    assert "3 of 4 rows are left out" in caplog.text
+    assert "2 longer than the model's context of 64 tokens" in caplog.text
+    assert "1 without a token of the model's own" in caplog.text
+    assert f"the first is b in {part_path(tmp_path, 0)}" in caplog.text
+
+
+def test_where_no_row_is_left_it_is_one_error_with_the_reasons(tmp_path):
+    write_part(part_path(tmp_path, 0), [make_row("b", 200, 2), make_row("c", 3, 0)], None)
+
+    with pytest.raises(DataError) as refused:
+        read_split(tmp_path, context=64)
+
+    assert str(refused.value) == (
+        f"no row of {tmp_path} can be used (1 longer than the model's context of 64 tokens, "
+        "1 without a token of the model's own); distill again"
+    )
+
+
+def test_hidden_states_beside_rows_that_were_changed_are_refused(tmp_path):
+    rows = [make_row("a", 2, 2), make_row("b", 2, 3)]
+    write_part(part_path(tmp_path, 0), rows, [states(r) for r in rows])
+    more = [rows[0], make_row("b", 2, 9), make_row("c", 2, 2)]
+    write_part(part_path(tmp_path, 0), more, None)
+    first, *others = read_split(tmp_path)
+
+    assert torch.equal(HiddenFiles()(first), states(first))
+    for row in others:
+        with pytest.raises(
+            DataError, match=rf"row {row.id} in .* needs .* was changed; train with"
+        ):
+            HiddenFiles()(row)
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"x" * 20), lambda p: p.unlink()])

@@ -64,6 +64,24 @@ def test_heads_are_trained_and_saved(tmp_path, distill, backbone, heads):
     assert steps[-1] == 4
 
 
+def test_heads_of_a_tied_backbone_are_copies(tmp_path, distill):
+    """Training them leaves the one matrix that is embeddings and LM head alike as it was."""
+    backbone = make_backbone(tie_word_embeddings=True)
+    table = backbone.model.get_input_embeddings().weight
+    assert table is backbone.lm_head.weight
+    before, stage = table.detach().clone(), make_stage(tmp_path)
+    config = make_config("medusa1.optim.max_steps=2")  # one evaluation: the last is the best
+    train_medusa1(config, stage, distill, backbone, ALONE)
+    assert torch.equal(table, before)
+    loaded = load_heads(stage.folder / "heads", dtype=torch.float32, device=CPU, backbone=backbone)
+    [*_, last] = sorted((stage.folder / "checkpoints").glob("step-*"))
+    weights = load_file(last / "weights.safetensors")
+    for k, head in enumerate(loaded):
+        trained = weights[f"heads.heads.{k}.lm_head"]
+        assert not torch.equal(trained, before)
+        assert torch.equal(head.lm_head, trained)
+
+
 @pytest.mark.parametrize("size", ["null", "50"])
 def test_a_draft_is_trained_and_saved(tmp_path, distill, backbone, size):
     stage = make_stage(tmp_path, "draft")
@@ -109,9 +127,22 @@ def test_ids_that_the_model_does_not_know_are_refused(tmp_path, distill, backbon
     rows[1].ids[5] = odd
     write_part(part_path(distill / split, 1), rows, None)
     with pytest.raises(
-        DataError, match=rf"row row1 in .*part-00001.*{odd} at token 5, .* 0 to 319"
+        DataError, match=rf"row row1 in .*part-00001.* ids has {odd} at token 5, .* 0 to 319"
     ):
         train_medusa1(make_config(), make_stage(tmp_path), distill, backbone, ALONE)
+
+
+def test_rows_beyond_the_context_are_left_out_and_without_any_there_is_no_training(
+    tmp_path, distill, backbone, caplog
+):
+    lengths = sorted(len(row.ids) for row in make_rows(8))
+    backbone.config.max_position_embeddings = lengths[5]
+    summary = train_medusa1(make_config(), make_stage(tmp_path), distill, backbone, ALONE)
+    assert "2 of 8 rows are left out (2 longer than" in caplog.text
+    assert summary["steps"] == 2  # one of four rows in each of two epochs
+    backbone.config.max_position_embeddings = 5
+    with pytest.raises(DataError, match=r"no row of .*train can be used \(8 longer than the model"):
+        train_medusa1(make_config(), make_stage(tmp_path / "b"), distill, backbone, ALONE)
 
 
 def test_a_backbone_that_changes_is_noticed(tmp_path, distill, backbone, monkeypatch):
