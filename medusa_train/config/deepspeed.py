@@ -28,6 +28,13 @@ _KINDS = {
     dict: "section",
     type(None): "null",
 }
+# Keys that DeepSpeed still reads, with a warning, and what took their place
+_OUTDATED = {
+    "cpu_offload": '"offload_optimizer": {"device": "cpu"}',
+    "cpu_offload_param": '"offload_param": {"device": "cpu"}',
+    "cpu_offload_use_pin_memory": '"pin_memory" in "offload_optimizer"',
+    "stage3_gather_fp16_weights_on_model_save": '"stage3_gather_16bit_weights_on_model_save"',
+}
 _IN_FLOAT32 = "weights and optimiser are float32 here; optim.compute_dtype is that of the products"
 
 
@@ -102,6 +109,9 @@ def _conflicts(file: dict[str, Any], run: Mapping[str, Any], optim: OptimConfig)
         yield from _differs(file, key, expected, f"the run's is {sources[key]}")
     for section in ("fp16", "bf16", "bfloat16", "torch_autocast", "amp"):
         yield from _differs(file, f"{section}.enabled", False, _IN_FLOAT32)
+    yield from _differs(file, "gradient_allreduce_op", "mean", "else the loss is scaled twice")
+    if _at(file, "sequence_parallel_size", AUTO) != AUTO:
+        yield "sequence_parallel_size: here every process has rows of its own: remove it"
     yield from _optimizer_conflicts(file, optim)
     for key, _ in _leaves(file.get("scheduler", AUTO), "scheduler"):
         yield f"{key}: the run makes the schedule, from optim.schedule: remove it"
@@ -128,6 +138,8 @@ def _zero_conflicts(file: dict[str, Any]) -> Iterator[str]:
     if not isinstance(zero, dict):
         yield f"zero_optimization: {_shown(zero)} in the file, expected a section with a stage"
         return
+    for key in sorted(zero.keys() & _OUTDATED.keys()):
+        yield f"zero_optimization.{key}: outdated: write {_OUTDATED[key]} instead"
     if _at(file, "zero_optimization.compute_grad_norm", True) is not True:
         yield "zero_optimization.compute_grad_norm: it guards against a bad gradient: remove it"
     stage = _at(file, "zero_optimization.stage", None)

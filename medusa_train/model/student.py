@@ -13,6 +13,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.helpers import disable_input_dtype_casting
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -110,6 +112,22 @@ class Student(nn.Module):
         wrapped.save_pretrained(
             str(folder), selected_adapters=[_ADAPTER], save_embedding_layers=False
         )
+
+    def load_adapter(self, folder: Path) -> None:
+        """Take up what `save_adapter` wrote.
+
+        Raises:
+            ModelError: if it cannot be read, or is another LoRA than this one.
+        """
+        path, (wrapped,) = folder / SAFETENSORS_WEIGHTS_NAME, self._peft
+        try:
+            found = set_peft_model_state_dict(wrapped, load_file(path), adapter_name=_ADAPTER)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise ModelError(f"{path} cannot be read ({reason}); train medusa2 again") from None
+        odd = [*found.unexpected_keys, *(key for key in found.missing_keys if ".lora_" in key)]
+        if odd:
+            raise ModelError(f"{path} is another LoRA: {odd[0]} is on one side only")
 
     @torch.no_grad()
     def merged_state(self) -> dict[str, Tensor]:

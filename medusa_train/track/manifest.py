@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,10 @@ from medusa_train.errors import CheckpointError
 from medusa_train.track.lock import LOCK
 
 MANIFEST = "manifest.json"
+
+# What a manifest holds
+_KEYS = {"stage": str, "status": str, "fingerprint": str, "settings": dict, "summary": dict}
+_KINDS = {str: "text", dict: "section"}
 
 # What a stage writes before it has done anything that is worth keeping
 _RECORDS = (MANIFEST, LOCK, "provenance.json", "metrics.jsonl", "wandb", "wandb_id.txt")
@@ -80,6 +84,28 @@ class Trained:
     summary: Mapping[str, Any]
 
 
+def refuse_incomplete(folder: Path, summary: Mapping[str, Any], needed: Sequence[str]) -> None:
+    """Refuse the summary of a stage that lacks a number which a later one builds on.
+
+    Args:
+        folder: of the stage.
+        summary: in its manifest.
+        needed: dotted keys.
+
+    Raises:
+        CheckpointError: naming the first one.
+    """
+    for key in needed:
+        value: Any = summary
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(
+                f"{folder / MANIFEST}: summary.{key} is {json.dumps(value)}, expected a number: "
+                f"put it back as it was, or move or delete {folder} to make the stage anew"
+            )
+
+
 def read_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a stage folder, or None where there is none."""
     path = folder / MANIFEST
@@ -87,10 +113,14 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(path.read_text())
-        if not {"stage", "status", "fingerprint", "settings", "summary"} <= found.keys():
-            raise ValueError("keys are missing")
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); delete {folder}") from None
+        for key, kind in _KEYS.items():
+            if not isinstance(found, dict) or not isinstance(found.get(key), kind):
+                raise ValueError(f"{key} is missing or no {_KINDS[kind]}")
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}): put it back as it was, or move or delete {folder} "
+            "to make the stage anew"
+        ) from None
     return found
 
 
@@ -118,8 +148,8 @@ def refuse_other_settings(folder: Path, made: Mapping[str, Any], now: Mapping[st
         lines = "\n".join(f"  - {line}" for line in differences)
         raise CheckpointError(
             f"{folder} was made with other settings:\n{lines}\n"
-            "Move or delete that folder to make it anew, give this run another run_name, or go back "
-            "to how it was."
+            "Move or delete that folder to make it anew, give this run another run_name, or go "
+            "back to how it was."
         )
 
 

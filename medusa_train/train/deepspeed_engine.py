@@ -5,9 +5,6 @@ Stage 0 is not offered: it has no guard against a gradient that is not finite.
 
 import importlib
 import math
-import os
-import socket
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -19,7 +16,8 @@ from torch.nn import functional as F
 
 from medusa_train.config.training import OptimConfig
 from medusa_train.errors import ConfigError, TrainingError
-from medusa_train.parallel import World, skip_collectives_build
+from medusa_train.parallel import World
+from medusa_train.train.deepspeed_package import objection, start_deepspeed
 from medusa_train.train.objective import Objective
 from medusa_train.train.optimizer import (
     make_optimizer,
@@ -55,7 +53,7 @@ class DeepSpeedEngine:
         """
         stage = settings["zero_optimization"]["stage"]
         self.name = f"deepspeed zero{stage}"
-        self._deepspeed = _import_deepspeed(world, device)
+        self._deepspeed = start_deepspeed(world, device)
         self._utils = importlib.import_module("deepspeed.utils")
         self._zero3 = stage == 3
         self._world = world
@@ -77,8 +75,8 @@ class DeepSpeedEngine:
             return self._deepspeed.initialize(
                 model=objective, optimizer=optimizer, config=dict(settings)
             )[0]
-        except Exception as error:  # of many kinds, its own and pydantic's among them
-            reason = " ".join(str(error).split()) or type(error).__name__
+        except Exception as error:  # of many kinds
+            reason = objection(error, settings)
             raise ConfigError(f"DeepSpeed refuses its configuration: {reason}") from error
 
     def accumulate(self, batch: Any, scales: Sequence[float]) -> Tensor:
@@ -201,28 +199,3 @@ class DeepSpeedEngine:
         size = parameter.ds_tensor.numel()
         padded = F.pad(value.flatten(), (0, size * self._world.size - value.numel()))
         return padded[size * self._world.rank :][:size]
-
-
-def _import_deepspeed(world: World, device: torch.device) -> Any:
-    """DeepSpeed with its process group up, also without a launcher."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
-    if device.type == "cpu":
-        # Its Muon optimiser calls torch.compile on import, which takes seconds and is not used
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # DeepSpeed calls collectives by names that newer torch versions warn of, at every step
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    deepspeed = importlib.import_module("deepspeed")
-    skip_collectives_build()
-    if world.size == 1:
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in {**alone, "MASTER_PORT": str(_free_port())}.items():
-            os.environ.setdefault(name, value)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        deepspeed.init_distributed(dist_backend=backend, verbose=False)
-    return deepspeed
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

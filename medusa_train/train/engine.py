@@ -85,7 +85,7 @@ def build_engine(
     Raises:
         ConfigError: if they do not go together, or the batch cannot be divided.
     """
-    accumulation = check_launch(optim, config, world)
+    accumulation = check_launch(optim, config, world, device)
     float16 = choose_dtype(optim.compute_dtype, device) == torch.float16
     log.info(
         "%d rows a step = %d a micro-batch x %d micro-batches x %d processes",
@@ -104,22 +104,18 @@ def build_engine(
         )
     if not _with_deepspeed(config, world):
         return TorchEngine(objective, optim, scale_loss=float16)
-    if float16:
-        raise ConfigError(_NO_FLOAT16)
     from medusa_train.train.deepspeed_engine import DeepSpeedEngine
 
     settings = deepspeed_settings(config, optim, accumulation)
     return DeepSpeedEngine(objective, optim, settings, world, device)
 
 
-_NO_FLOAT16 = (
-    "optim.compute_dtype=float16 needs loss scaling, which only plain torch on one process does "
-    "here: use optim.compute_dtype=bfloat16 (or float32) with DeepSpeed"
-)
+def check_launch(
+    optim: OptimConfig, config: DeepSpeedConfig, world: World, device: torch.device
+) -> int:
+    """Whether these settings go with the launch; micro-batches of one process in a step.
 
-
-def check_launch(optim: OptimConfig, config: DeepSpeedConfig, world: World) -> int:
-    """Whether these settings go with the number of processes; micro-batches a step in one.
+    Needs no model: a run that DeepSpeed would refuse in hours is refused now.
 
     Raises:
         ConfigError: if not, or the batch cannot be divided.
@@ -132,8 +128,12 @@ def check_launch(optim: OptimConfig, config: DeepSpeedConfig, world: World) -> i
     accumulation = accumulation_steps(optim, world)
     refuse_optimizer(optim)
     if _with_deepspeed(config, world):
-        _refuse_under_deepspeed(optim)
-        deepspeed_settings(config, optim, accumulation)
+        _refuse_under_deepspeed(optim, device)
+        settings = deepspeed_settings(config, optim, accumulation)
+        if config.config is not None:
+            from medusa_train.train.deepspeed_package import refuse_settings
+
+            refuse_settings(settings, config.config, device)
     return accumulation
 
 
@@ -141,14 +141,18 @@ def _with_deepspeed(config: DeepSpeedConfig, world: World) -> bool:
     return config.engine == "deepspeed" or (config.engine == "auto" and world.size > 1)
 
 
-def _refuse_under_deepspeed(optim: OptimConfig) -> None:
+def _refuse_under_deepspeed(optim: OptimConfig, device: torch.device) -> None:
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             "several processes, and deepspeed=zero1 to zero3_offload, need DeepSpeed, which is "
             "not installed: pip install deepspeed, or launch one process with deepspeed=none"
         )
-    if optim.compute_dtype == "float16":
-        raise ConfigError(_NO_FLOAT16)
+    if choose_dtype(optim.compute_dtype, device) == torch.float16:
+        raise ConfigError(
+            f"optim.compute_dtype={optim.compute_dtype} is float16 here, which needs loss scaling, "
+            "and only plain torch on one process does that: use optim.compute_dtype=bfloat16 (or "
+            "float32) with DeepSpeed"
+        )
     if optim.optimizer != "adamw":
         raise ConfigError(
             f"optim.optimizer={optim.optimizer} is for plain torch on one process; DeepSpeed "

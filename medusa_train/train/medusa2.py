@@ -121,9 +121,32 @@ def train_medusa2(
         **summary,
         "tokens_before": 0 if start is None else start.summary["tokens"],
         "seconds_before": 0 if start is None else start.summary["seconds"],
-        "merged_dtype": str(student.dtype).removeprefix("torch.") if settings.merge else None,
+        "merged_dtype": _name(student.dtype) if settings.merge else None,
         "backbone": _backbone_report(state),
     }
+
+
+def merge_adapter(config: Config, stage: Stage, backbone: Backbone) -> dict[str, Any]:
+    """Add the LoRA of a finished stage into the backbone, as `medusa2.merge` does after training.
+
+    Args:
+        config: the whole run.
+        stage: finished, without a merged backbone.
+        backbone: the original; of no other use afterwards.
+
+    Returns:
+        What changes in the summary of the stage.
+
+    Raises:
+        ModelError: if the LoRA or the heads cannot be read.
+    """
+    student = Student(backbone, config.medusa2.lora, seed=config.seed)
+    student.load_adapter(stage.folder / ADAPTER_FOLDER)
+    folder, merged = stage.folder / HEADS_FOLDER, stage.folder / MERGED_FOLDER
+    heads = load_heads(folder, dtype=torch.float32, device=backbone.device, backbone=backbone)
+    save_heads(folder, heads, base_model=str(merged))
+    student.save_merged(merged, backbone.tokenizer)
+    return {"merged_dtype": _name(student.dtype)}
 
 
 def _refuse_other_heads(config: Config, heads: MedusaHeads, folder: Path) -> None:
@@ -142,6 +165,10 @@ def _refuse_other_heads(config: Config, heads: MedusaHeads, folder: Path) -> Non
                 f"medusa2 starts from the heads in {folder}, which have {name}={found}, but "
                 f"heads.{name}={expected}: set heads.{name}={found}, or medusa2.start=fresh"
             )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _backbone_report(state: TrainState) -> dict[str, float]:

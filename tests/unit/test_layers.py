@@ -17,6 +17,7 @@ ORDER = (
     ("model",),
     ("data", "decode"),
     ("distill", "train", "evaluate"),
+    ("layout",),
     ("pipeline",),
     ("__main__",),
 )
@@ -24,7 +25,7 @@ LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 
 # Where else these libraries are allowed than in files named here, they would spread
 AT_HOME = {
-    "deepspeed": {"parallel.py", "train/deepspeed_engine.py"},
+    "deepspeed": {"parallel.py", "train/deepspeed_engine.py", "train/deepspeed_package.py"},
     "hydra": {"__main__.py", "config/load.py"},
     "omegaconf": {"__main__.py", "config/load.py"},
     "wandb": {"track/sinks.py"},

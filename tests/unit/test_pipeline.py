@@ -18,6 +18,14 @@ from medusa_train.track.manifest import Stage, read_manifest
 
 ALONE = World(rank=0, size=1)
 ALL = ["distill", "medusa1", "draft", "evaluate"]
+BACKBONE = ("perplexity_before", "perplexity", "kl", "agreement_before", "agreement")
+SUMMARY = {
+    "tokens": 8,
+    "seconds": 1.5,
+    "tokens_before": 0,
+    "seconds_before": 0,
+    "backbone": dict.fromkeys(BACKBONE, 1.0),
+}
 
 
 class Calls:
@@ -38,7 +46,7 @@ class Calls:
             folder = given[place].folder
             (folder / "work").write_text(name)
             self.act.get(name, lambda _: None)(folder)
-            return {"made": name}
+            return {"made": name, **SUMMARY}
 
         return stand_in
 
@@ -65,7 +73,7 @@ def test_all_stages_run_in_order_and_a_second_run_loads_nothing(tmp_path, calls,
     assert {p.name for p in tmp_path.iterdir()} == set(ALL)
     found = read_manifest(tmp_path / "draft")
     assert found is not None
-    assert (found["status"], found["summary"]) == ("done", {"made": "draft"})
+    assert (found["status"], found["summary"]) == ("done", {"made": "draft", **SUMMARY})
 
     monkeypatch.delattr(pipeline, "load_backbone")
     run_stages(smoke(), tmp_path)
@@ -95,7 +103,7 @@ def test_one_stage_alone_builds_on_what_lies_there(tmp_path, calls):
     assert calls.names == ALL
     given = calls.given["evaluate"]
     assert given["heads"].folder == tmp_path / "medusa1" / "heads"
-    assert given["heads"].summary == {"made": "medusa1"}
+    assert given["heads"].summary["made"] == "medusa1"
     assert given["draft"].folder == tmp_path / "draft" / "model"
     assert given["distilled"] == tmp_path / "distill"
 
@@ -134,7 +142,7 @@ def test_what_medusa2_has_made_is_evaluated_with_its_own_backbone(tmp_path, call
 
 
 def test_a_backbone_that_was_not_merged_cannot_be_evaluated(tmp_path, calls):
-    with pytest.raises(CheckpointError, match=r"medusa2 has none: run medusa2 with medusa2\.merge"):
+    with pytest.raises(CheckpointError, match=r"medusa2 has none: use stages=\[medusa2,evaluate\]"):
         run_stages(smoke("stages=[distill,medusa1,medusa2,evaluate]"), tmp_path)
 
 
@@ -160,6 +168,24 @@ def test_medusa2_added_to_a_finished_run_says_what_lies_in_the_way_and_then_goes
     assert calls.names == [*ALL, "medusa2", "evaluate"]
     assert calls.given["evaluate"]["heads"].stage == "medusa2"
     assert (tmp_path / "before" / "work").is_file()
+
+
+def test_more_rows_in_a_step_than_there_will_be_are_refused_before_any_is_made(tmp_path, calls):
+    few = ("prompts.max_train=7", "medusa1.optim.batch_size=8")
+    with pytest.raises(ConfigError, match="batch_size=8, but there are only 7 training rows"):
+        run_stages(smoke(*few), tmp_path)
+    assert calls.names == []
+
+
+def test_a_deepspeed_file_that_deepspeed_refuses_stops_the_run_before_any_stage(tmp_path, calls):
+    path = tmp_path / "mine.json"
+    path.write_text('{"zero_optimization": {"stage": 1, "reduce_bucket": 5}}')
+    with pytest.raises(
+        ConfigError, match=r"mine\.json: DeepSpeed refuses it: .*reduce_bucket: unk"
+    ):
+        run_stages(smoke("deepspeed=custom", f"deepspeed.config={path}"), tmp_path / "run")
+    assert calls.names == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_stage_that_came_or_went_or_changed_is_told_in_words(tmp_path, calls):
@@ -205,9 +231,68 @@ def test_what_the_first_process_refuses_all_do(tmp_path, calls):
     second = Run(smoke(), tmp_path, Told(rank=1, size=2))
 
     with ExitStack() as locks, pytest.raises(ConfigError, match="in use"):
-        second.open(second.stage("distill"), locks)
+        second.open(second.layout.stage("distill"), locks)
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_adapter_is_merged_later_without_training_again(tmp_path, calls, monkeypatch):
+    joint = "stages=[distill,medusa1,medusa2]"
+    calls.act["medusa2"] = lambda folder: (folder / "adapter").mkdir()
+    run_stages(smoke(joint, "medusa2.merge=false"), tmp_path)
+    run_stages(smoke(joint, "medusa2.merge=false"), tmp_path)
+    merged = []
+
+    def merge(config, stage, backbone):
+        merged.append(backbone)
+        (stage.folder / "model").mkdir()
+        return {"merged_dtype": "float32"}
+
+    monkeypatch.setattr(pipeline, "merge_adapter", merge)
+    calls.names.clear()
+    for _ in range(2):
+        run_stages(smoke("stages=[distill,medusa1,medusa2,evaluate]"), tmp_path)
+
+    assert merged == ["backbone random:llama"]
+    assert calls.names == ["evaluate"]
+    assert calls.positional["evaluate"][2] == f"backbone {tmp_path / 'medusa2' / 'model'}"
+    found = read_manifest(tmp_path / "medusa2")
+    assert found is not None
+    assert found["summary"] == {"made": "medusa2", **SUMMARY, "merged_dtype": "float32"}
+    assert found["status"] == "done"
+
+
+def test_a_merged_backbone_that_is_gone_without_an_adapter_is_told_of(tmp_path, calls):
+    joint = smoke("stages=[distill,medusa1,medusa2]", "medusa2.backbone=full")
+    calls.act["medusa2"] = lambda folder: (folder / "model").mkdir()
+    run_stages(joint, tmp_path)
+    (tmp_path / "medusa2" / "model").rmdir()
+
+    with pytest.raises(CheckpointError, match="medusa2 has neither a model nor an adapter to make"):
+        run_stages(joint, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "missing"),
+    [
+        ({}, "tokens is null"),
+        ({**SUMMARY, "seconds": "1.5"}, 'seconds is "1.5"'),
+        ({**SUMMARY, "tokens": True}, "tokens is true"),
+        ({**SUMMARY, "backbone": {"kl": 0.1}}, "backbone.perplexity_before is null"),
+        ({**SUMMARY, "backbone": 3}, "backbone.perplexity_before is null"),
+    ],
+)
+def test_an_edited_summary_is_refused_before_anything_is_measured(tmp_path, calls, edit, missing):
+    stages = "stages=[distill,medusa1,medusa2,draft]"
+    run_stages(smoke(stages), tmp_path)
+    path = tmp_path / "medusa2" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "summary": edit}))
+
+    with pytest.raises(CheckpointError) as refused:
+        run_stages(smoke("stages=[evaluate]"), tmp_path)
+
+    assert str(refused.value).startswith(f"{path}: summary.{missing}, expected a number: put it")
+    assert "evaluate" not in calls.names
 
 
 def test_a_path_to_nothing_or_to_another_stage_is_refused(tmp_path, calls):
@@ -348,7 +433,7 @@ def test_what_was_made_anew_below_is_refused_above(tmp_path, calls):
 def test_only_the_first_process_measures_and_writes(tmp_path, calls):
     run_stages(smoke("stages=[distill,medusa1]"), tmp_path)
     second = Run(smoke("stages=[evaluate]"), tmp_path, World(rank=1, size=2))
-    stage = second.stage("evaluate")
+    stage = second.layout.stage("evaluate")
 
     assert second.actions["evaluate"](stage) == {}
     assert "evaluate" not in calls.names

@@ -142,6 +142,33 @@ def test_a_stage_that_is_missing_zero_or_text_is_refused(settings, zero, message
     )
 
 
+def test_outdated_keys_are_refused_with_what_took_their_place(settings):
+    zero = {"stage": 2, "cpu_offload": True, "stage3_gather_fp16_weights_on_model_save": False}
+    found = conflicts(settings, {"zero_optimization": zero})
+    assert found == {
+        "zero_optimization.cpu_offload": (
+            'outdated: write "offload_optimizer": {"device": "cpu"} instead'
+        ),
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+            'outdated: write "stage3_gather_16bit_weights_on_model_save" instead'
+        ),
+    }
+
+
+def test_what_would_change_the_loss_is_refused(settings):
+    zero = {"stage": 1}
+    found = conflicts(
+        settings,
+        {
+            "gradient_allreduce_op": "sum",
+            "sequence_parallel_size": 2,
+            "zero_optimization": zero,
+        },
+    )
+    assert found.keys() == {"gradient_allreduce_op", "sequence_parallel_size"}
+    assert settings({"gradient_allreduce_op": "mean", "zero_optimization": zero})
+
+
 def test_offload_in_a_file_needs_no_compiler_and_no_nvme(settings):
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     assert settings({"zero_optimization": zero})["zero_force_ds_cpu_optimizer"] is False

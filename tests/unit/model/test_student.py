@@ -5,7 +5,7 @@ import pytest
 import torch
 from medusa2_case import disturb, logits_of, make_objective, make_settings
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from training_case import (
     make_backbone,
     make_rows,
@@ -88,6 +88,23 @@ def test_the_adapter_folder_is_what_peft_reads(tmp_path):
     again = PeftModel.from_pretrained(make_backbone().model, str(tmp_path))
     for a, b in zip(logits_of(again, rows), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_that_is_damaged_or_another_one_is_refused(tmp_path):
+    objective = make_objective()
+    objective.student.save_adapter(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    other = Student(make_backbone(), replace(make_settings().lora, rank=2), seed=0)
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors cannot be read .* again"):
+        other.load_adapter(tmp_path)
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, path)
+    with pytest.raises(ModelError, match=r"is another LoRA: .*lora_A.* is on one side only"):
+        objective.student.load_adapter(tmp_path)
+    path.write_bytes(b"no")
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors cannot be read"):
+        objective.student.load_adapter(tmp_path)
 
 
 @pytest.mark.parametrize(

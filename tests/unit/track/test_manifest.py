@@ -56,10 +56,27 @@ def test_a_start_that_left_only_records_may_be_made_again_otherwise(tmp_path):
         made.open()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"stage": "x"}'])
-def test_a_damaged_manifest_is_named(tmp_path, content):
-    (tmp_path / MANIFEST).write_text(content)
-    with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
+WHOLE = '"stage": "x", "status": "done", "fingerprint": "0"'
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ("", "Expecting value"),
+        ("{", "Expecting property name"),
+        ("\xff", "decode"),
+        ("[]", "stage is missing or no text"),
+        ("{}", "stage is missing or no text"),
+        ('{"stage": "x", "status": 3}', "status is missing or no text"),
+        (f"{{{WHOLE}}}", "settings is missing or no section"),
+        (f'{{{WHOLE}, "settings": {{}}, "summary": []}}', "summary is missing or no section"),
+    ],
+)
+def test_a_damaged_manifest_is_named(tmp_path, content, fault):
+    (tmp_path / MANIFEST).write_bytes(content.encode("latin-1"))
+    with pytest.raises(
+        CheckpointError, match=rf"manifest\.json cannot be read \(.*{fault}.*put it"
+    ):
         read_manifest(tmp_path)
 
 

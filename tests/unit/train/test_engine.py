@@ -1,3 +1,4 @@
+import json
 import math
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ from training_case import ALONE, CPU, make_config, make_fit, make_rows
 
 from medusa_train.errors import CheckpointError, ConfigError, TrainingError
 from medusa_train.parallel import World
+from medusa_train.train import engine
 from medusa_train.train.engine import accumulation_steps, build_engine, check_launch
 from medusa_train.train.objective import ParameterGroup
 from medusa_train.train.optimizer import LossScale
@@ -41,13 +43,63 @@ def test_plain_torch_in_two_processes_is_refused(fit):
 @pytest.mark.parametrize(
     ("change", "choice", "message"),
     [
-        ({"compute_dtype": "float16"}, "zero2", "float16 needs loss scaling.*bfloat16"),
+        ({"compute_dtype": "float16"}, "zero2", "float16 here, which needs loss scaling.*bfloat16"),
         ({"optimizer": "adamw8bit"}, "none", "needs (bitsandbytes|a CUDA device).*optimizer=adamw"),
     ],
 )
 def test_what_this_launch_cannot_run_is_refused_before_a_model_is_loaded(change, choice, message):
     with pytest.raises(ConfigError, match=message):
-        check_launch(replace(OPTIM, **change), deepspeed(choice), ALONE)
+        check_launch(replace(OPTIM, **change), deepspeed(choice), ALONE, CPU)
+
+
+def test_float16_that_a_device_chooses_is_refused_before_a_model_is_loaded(monkeypatch):
+    monkeypatch.setattr(engine, "choose_dtype", lambda name, device: torch.float16)
+    with pytest.raises(ConfigError, match=r"compute_dtype=auto is float16 here.*use optim"):
+        check_launch(replace(OPTIM, compute_dtype="auto"), deepspeed("zero1"), ALONE, CPU)
+
+
+@pytest.mark.parametrize(
+    ("others", "zero", "message"),
+    [
+        (
+            {"wall_clock_brakedown": True, "zer0": {}},
+            {},
+            "knows no wall_clock_brakedown, zer0: corr",
+        ),
+        ({"elasticity": {"enabled": True}}, {}, "refuses it: Elastic training has been removed"),
+        ({}, {"reduce_bucket": 5}, r"refuses it: zero_optimization\.reduce_bucket: unknown key"),
+        ({}, {"reduce_bucket_size": "x"}, r"zero_optimization\.reduce_bucket_size: input should"),
+        (
+            {},
+            {"offload_optimizer": {"device": "cpu", "x": 1}},
+            r"offload_optimizer\.x: unknown key",
+        ),
+    ],
+)
+def test_what_deepspeed_would_refuse_or_ignore_is_told_before_a_model_is_loaded(
+    tmp_path, others, zero, message
+):
+    with pytest.raises(ConfigError, match=message) as refused:
+        check_file(tmp_path, {**others, "zero_optimization": {"stage": 2, **zero}})
+    assert str(refused.value).startswith(f"deepspeed.config={tmp_path / 'mine.json'}: DeepSpeed ")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_deepspeed_knows_all_of_is_taken(tmp_path):
+    zero = {"stage": 3, "overlap_comm": False, "stage3_prefetch_bucket_size": 1000}
+    others = {"communication_data_type": "fp32", "prescale_gradients": False, "dump_state": False}
+    sections = {"flops_profiler": {"enabled": False}, "comms_logger": {"enabled": False}}
+    sections |= {"activation_checkpointing": {"profile": False}, "aio": {"block_size": 1048576}}
+    sections |= {"tensorboard": {"enabled": False}, "data_types": {"grad_accum_dtype": "fp32"}}
+    assert check_file(tmp_path, {"zero_optimization": zero, **others, **sections}) == 2
+
+
+def check_file(folder, content):
+    """`check_launch` with a file of one's own: micro-batches in a step."""
+    path = folder / "mine.json"
+    path.write_text(json.dumps(content))
+    config = make_config("deepspeed=custom", f"deepspeed.config={path}").deepspeed
+    return check_launch(OPTIM, config, ALONE, CPU)
 
 
 def test_eight_bits_without_a_gpu_or_under_deepspeed_are_refused(monkeypatch):
@@ -55,16 +107,16 @@ def test_eight_bits_without_a_gpu_or_under_deepspeed_are_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match="needs a CUDA device"):
-        check_launch(optim, deepspeed("none"), ALONE)
+        check_launch(optim, deepspeed("none"), ALONE, CPU)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ConfigError, match="for plain torch on one process"):
-        check_launch(optim, deepspeed("zero1"), ALONE)
+        check_launch(optim, deepspeed("zero1"), ALONE, CPU)
 
 
 def test_a_machine_without_deepspeed_is_told_before_a_model_is_loaded(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install deepspeed, or launch one process"):
-        check_launch(OPTIM, deepspeed("auto"), World(rank=0, size=2))
+        check_launch(OPTIM, deepspeed("auto"), World(rank=0, size=2), CPU)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +125,12 @@ def test_a_machine_without_deepspeed_is_told_before_a_model_is_loaded(monkeypatc
 def test_micro_batches_of_a_step(batch, micro, world, steps):
     optim = replace(OPTIM, batch_size=batch, micro_batch_size=micro)
     assert accumulation_steps(optim, World(rank=0, size=world)) == steps
+
+
+def test_what_a_step_consists_of_is_said(fit, caplog):
+    with caplog.at_level("INFO", logger="medusa_train"):
+        build(fit, "none", ALONE)
+    assert "4 rows a step = 2 a micro-batch x 2 micro-batches x 1 processes" in caplog.text
 
 
 @pytest.mark.parametrize(("batch", "works"), [(8, 6), (4, 6), (2, 6), (128, 126)])

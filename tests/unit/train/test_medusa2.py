@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -14,15 +15,18 @@ from training_case import (
 )
 
 from medusa_train.config.load import load
-from medusa_train.errors import ConfigError
+from medusa_train.errors import ConfigError, DataError
 from medusa_train.model.backbone import load_backbone
 from medusa_train.model.weights import load_heads
 from medusa_train.track.manifest import Trained
 from medusa_train.train.joint import Medusa2Objective
 from medusa_train.train.medusa1 import train_medusa1
-from medusa_train.train.medusa2 import train_medusa2
+from medusa_train.train.medusa2 import merge_adapter, train_medusa2
 
 CPU = torch.device("cpu")
+# What every evaluation of a run with three heads says
+FIGURES = {"eval/loss", "eval/tokens_per_step", "eval/kl", "eval/agreement", "eval/base/loss"}
+FIGURES |= {f"eval/head{k}/{name}" for k in range(3) for name in ("loss", "top1", "top5")}
 
 
 def medusa1_then_2(tmp_path, *overrides):
@@ -58,15 +62,53 @@ def test_the_best_of_a_lora_run_is_the_result(tmp_path, monkeypatch):
     config, stage = make_config("medusa2.start=fresh"), make_stage(tmp_path, "medusa2")
     rows = write_rows(tmp_path / "distill")
     summary = train_medusa2(config, stage, rows, None, make_backbone(), ALONE)
-    lines = map(json.loads, (stage.folder / "metrics.jsonl").read_text().splitlines())
-    (evaluated,) = (line for line in lines if line["step"] == 2 and "eval/loss" in line)
-    assert summary["loss"][0] == evaluated["eval/base/loss"]
+    lines = list(map(json.loads, (stage.folder / "metrics.jsonl").read_text().splitlines()))
+    found = {line["step"]: line for line in lines if "eval/loss" in line}
+    assert list(found) == [0, 2, 4]
+    assert all(line.keys() >= FIGURES and "nonfinite" not in line for line in found.values())
+    assert summary["loss"][0] == found[2]["eval/base/loss"]
     best = load_file(stage.folder / "checkpoints/step-000002/weights.safetensors")
     adapter = load_file(stage.folder / "adapter/adapter_model.safetensors")
     name = "model.layers.0.mlp.up_proj.lora_B"
     kept = best["student.decoder" + name.removeprefix("model") + ".default.weight"]
     assert kept.abs().sum() > 0
     assert torch.equal(adapter[f"base_model.model.{name}.weight"], kept)
+    heads = load_heads(
+        stage.folder / "heads", dtype=torch.float32, device=CPU, backbone=make_backbone()
+    )
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(tensor, best[f"heads.{name}"]), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_merging_later_gives_bit_for_bit_what_merging_at_once_does(tmp_path, tied):
+    made = {}
+    for merge in ("true", "false"):
+        config = make_config("medusa2.start=fresh", f"medusa2.merge={merge}")
+        stage, rows = make_stage(tmp_path / merge, "medusa2"), write_rows(tmp_path / "distill")
+        backbone = make_backbone(tie_word_embeddings=tied)
+        summary = train_medusa2(config, stage, rows, None, backbone, ALONE)
+        if merge == "false":
+            assert summary["merged_dtype"] is None
+            assert not (stage.folder / "model").exists()
+            again = make_backbone(tie_word_embeddings=tied)
+            assert merge_adapter(config, stage, again) == {"merged_dtype": "float32"}
+        made[merge] = load_file(stage.folder / "model" / "model.safetensors")
+        heads = json.loads((stage.folder / "heads" / "config.json").read_text())
+        assert heads["base_model_name_or_path"] == str(stage.folder / "model")
+    assert made["true"].keys() == made["false"].keys()
+    assert all(torch.equal(made["false"][name], made["true"][name]) for name in made["true"])
+    original = make_backbone().model.state_dict()["model.layers.0.mlp.up_proj.weight"]
+    assert not torch.equal(made["true"]["model.layers.0.mlp.up_proj.weight"], original)
+
+
+def test_without_held_out_rows_there_could_be_no_best_and_no_training(tmp_path):
+    rows, stage = write_rows(tmp_path / "distill"), make_stage(tmp_path, "medusa2")
+    shutil.rmtree(rows / "calibration")
+    config = make_config("medusa2.start=fresh")
+    with pytest.raises(DataError, match=r"no rows in .*calibration"):
+        train_medusa2(config, stage, rows, None, make_backbone(), ALONE)
+    assert [path.name for path in stage.folder.iterdir()] == ["manifest.json"]
 
 
 def _first_line(path):
