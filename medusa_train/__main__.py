@@ -22,6 +22,7 @@ from medusa_train.config.load import (
     shipped_dir,
     shipped_recipes,
 )
+from medusa_train.config.schema import FOLDER_NAME, is_folder_name
 from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.track.console import start_logging
 
@@ -90,6 +91,7 @@ def tidy(argv: Sequence[str]) -> list[str]:
         if not argument.startswith("-") and "=" in argument:
             _check_grammar(argument)
             _check_choice(argument, groups)
+            _check_run_name(argument)
             plain = argument[0] not in "+~" and "/" not in key and "@" not in key
             if plain and key not in groups and not key.startswith("hydra"):
                 argument = f"++{argument}"
@@ -168,6 +170,14 @@ def _check_choice(argument: str, groups: set[str]) -> None:
         names = sorted(path.stem for path in (shipped_dir("configs") / key).glob("*.yaml"))
         known = ", ".join(names or shipped_recipes())
         raise ConfigError(f"{key}={value} chooses nothing: expected one of {known}")
+
+
+def _check_run_name(argument: str) -> None:
+    """Before Hydra makes a folder of that name, wherever that is."""
+    key, value = argument.split("=", 1)
+    name = value.strip("'\"")
+    if key.lstrip("+") == "run_name" and "${" not in name and not is_folder_name(name):
+        raise ConfigError(f"run_name={name!r}: {FOLDER_NAME}")
 
 
 def _leave(status: int) -> None:

@@ -22,6 +22,14 @@ StageName = Literal["distill", "medusa1", "medusa2", "draft", "evaluate"]
 STAGE_ORDER: tuple[StageName, ...] = ("distill", "medusa1", "medusa2", "draft", "evaluate")
 
 
+FOLDER_NAME = "expected the name of one folder, which is made in outputs: no /, no \\, not . or .."
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether a name is that of one folder, which stays where it is put."""
+    return name.strip() not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PathsConfig:
     """Where stages read and write; null means a folder of that name under the run's own folder."""
@@ -214,7 +222,7 @@ class Config:
                 "model.compile=true cannot see through weights that are shared among processes: "
                 "use deepspeed=zero2 for medusa2, or model.compile=false",
             ),
-            (self.run_name.strip() != "", "run_name is empty"),
+            (is_folder_name(self.run_name), f"run_name={self.run_name!r}: {FOLDER_NAME}"),
             (0 <= self.seed < 2**31, f"seed must be from 0 to 2**31 - 1, got {self.seed}"),
             *tree_checks(tree, self.heads.vocab_size),
         )

@@ -39,7 +39,7 @@ def test_the_rank_that_deepspeed_adds_is_dropped(argument):
         ("heads.num_heads=2", "++heads.num_heads=2"),
         ("unknown=2", "++unknown=2"),
         ("seed=1,2", "++seed=1,2"),
-        ("run_name=", "++run_name="),
+        ("description=", "++description="),
         ("heads=shared", "heads=shared"),
         ("recipe=smoke", "recipe=smoke"),
         ("hydra.run.dir=here", "hydra.run.dir=here"),
@@ -65,6 +65,24 @@ def test_a_value_that_needs_quotes_is_answered_with_how_to_quote_it(argument):
 
     assert str(refused.value).endswith(f"'{key}=\"{value}\"'")
     assert command.tidy([f'{key}="{value}"'])[0].endswith(f'{key}="{value}"')
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "a\\b", "..", ".", "", "' '", '"../x"'])
+def test_a_run_name_that_is_no_folder_name_is_refused_before_a_folder_is_made(tmp_path, name):
+    cwd = tmp_path / "deep" / "down"
+    cwd.mkdir(parents=True)
+
+    done = run_here(cwd, SMOKE, f"run_name={name}")
+
+    assert done.status == 2
+    assert "expected the name of one folder, which is made in outputs: no /, no" in done.err
+    assert done.err.count("\n") == 1
+    assert [path for path in tmp_path.rglob("*") if not cwd.is_relative_to(path)] == []
+
+
+@pytest.mark.parametrize("argument", ["run_name=two words", "run_name=v1.2", "run_name=a-${seed}"])
+def test_other_run_names_are_taken(argument):
+    assert command.tidy([argument]) == [f"++{argument}"]
 
 
 def test_help_lists_every_recipe_and_the_groups(tmp_path):

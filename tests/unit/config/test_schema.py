@@ -108,7 +108,8 @@ def test_a_config_cannot_be_changed(whole):
         ("stages=[draft,draft]", "must each stand once"),
         (TREE, "evaluate.tree is 5 deep, but heads.num_heads=4"),
         ("medusa1.hidden_states=cached", "needs distill.hidden_states=true"),
-        ("run_name=' '", "run_name is empty"),
+        ("run_name=' '", "run_name=' ': expected the name of one folder"),
+        ("run_name=../x", "run_name='../x': expected the name of one folder"),
     ],
 )
 def test_a_bad_value_or_combination_is_refused_with_its_reason(whole, override, says):
