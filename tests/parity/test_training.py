@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoding_case import transformers_greedy
+from decoding_case import answer_of, transformers_greedy
 from training_case import (
     ALONE,
     MemorySink,
@@ -19,8 +19,11 @@ from training_case import (
     write_rows,
 )
 
+from medusa_train.decode import Medusa
 from medusa_train.errors import Interrupted
 from medusa_train.model.draft import load_draft
+from medusa_train.model.weights import load_heads
+from medusa_train.ops.tree import build_tree, chain
 from medusa_train.track.manifest import Stage
 from medusa_train.train.draft import train_draft
 from medusa_train.train.medusa1 import train_medusa1
@@ -123,17 +126,30 @@ def _comparable(stage: Stage):
 
 def test_the_backbone_is_bit_identical_afterwards(tmp_path):
     distill, backbone = write_rows(tmp_path / "distill"), make_backbone()
-    before = {name: t.clone() for name, t in backbone.model.state_dict().items()}
+    before = {name: t.clone() for name, t in everything(backbone).items()}
     text = transformers_greedy(backbone, [72, 105], 20)
     config = make_config("medusa1.optim.epochs=10")  # 20 steps
     for lm_head in ("own", "shared"):
         chosen = replace(config, heads=replace(config.heads, lm_head=lm_head))
         train_medusa1(chosen, make_stage(tmp_path / lm_head), distill, backbone, ALONE)
     train_draft(config, make_stage(tmp_path, "draft"), distill, backbone, ALONE)
-    after = backbone.model.state_dict()
+    after = everything(backbone)
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert transformers_greedy(backbone, [72, 105], 20) == text
     assert all(p.grad is None for p in backbone.model.parameters())
+    heads = load_heads(
+        tmp_path / "own" / "medusa1" / "heads",
+        dtype=torch.float32,
+        device=backbone.device,
+        backbone=backbone,
+    )
+    tree = build_tree(chain(3), num_heads=3, max_rank=320)
+    assert answer_of(Medusa(backbone, heads, tree), [72, 105], 20).ids == text
+
+
+def everything(backbone):
+    """Weights and buffers, those that are not saved among them."""
+    return {**backbone.model.state_dict(), **dict(backbone.model.named_buffers())}
 
 
 def test_a_draft_of_all_layers_starts_as_the_target(tmp_path):

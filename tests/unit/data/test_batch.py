@@ -52,6 +52,25 @@ def test_a_tokens_own_prompt_is_no_target_even_between_answers():
     assert row_targets(row, 1).tolist() == [[IGNORE, 13, 14, IGNORE, IGNORE, IGNORE]]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "answer", "teaching"),
+    [
+        (4, 3, [[3, 4, 5], [2, 3, 4], [1, 2, 3]]),
+        (1, 4, [[0, 1, 2, 3], [0, 1, 2], [0, 1]]),
+    ],
+)
+def test_a_position_teaches_if_what_lies_ahead_is_the_models_own(prompt, answer, teaching):
+    """The end of the prompt and the stop token included; the base LM head first, then two heads."""
+    ids = [50 + t for t in range(prompt + answer)]
+    row = make_row(ids, [0] * prompt + [1] * answer)
+
+    targets = row_targets(row, 3, first=1).tolist()
+
+    for ahead, (line, positions) in enumerate(zip(targets, teaching, strict=True), start=1):
+        found = {t: token for t, token in enumerate(line) if token != IGNORE}
+        assert found == {t: 50 + t + ahead for t in positions}
+
+
 def test_a_head_batch_holds_the_positions_that_teach_and_their_states():
     backbone = make_backbone()
     heads = make_heads(backbone, num_heads=2)

@@ -1,3 +1,4 @@
+import math
 import re
 import time
 from dataclasses import replace
@@ -58,6 +59,41 @@ def test_the_logged_loss_is_the_mean_over_all_targets_of_the_window(tmp_path):
     counts = fit.objective.target_counts(make_rows(8))
     found = [sink.lines[1][1][f"train/head{k}/loss"] for k in range(3)]
     assert found == pytest.approx((sums / counts).tolist(), rel=1e-5)
+
+
+def test_the_logged_loss_of_a_head_is_not_weighted(tmp_path):
+    """Heads that say the same of the same targets log the same; weights are in the total alone."""
+    rows = [replace(row, ids=[7] * 20, mask=[t >= 6 for t in range(20)]) for row in make_rows(4)]
+    sink = MemorySink([])
+    fit = make_fit(tmp_path, rows=rows, sink=sink, max_steps=1)
+    fit.held_out = rows
+    fit.objective._source = lambda rows: [
+        torch.ones(len(row.ids) - 1 - row.states_start, 16) for row in rows
+    ]
+    fit.run()
+    for kind in ("eval", "train"):
+        line = next(metrics for _, metrics in sink.lines if f"{kind}/loss" in metrics)
+        first, *others = (line[f"{kind}/head{k}/loss"] for k in range(3))
+        assert first > 1
+        assert others == pytest.approx([first, first])
+        assert line[f"{kind}/loss"] == pytest.approx((1 + 0.8 + 0.64) * first)
+
+
+def test_heads_that_no_answer_reaches_log_zero_and_stay_as_they_are(tmp_path):
+    """Answers of one token behind two of a prompt teach the first head alone."""
+    rows = [replace(row, ids=row.ids[:3], mask=[False, False, True]) for row in make_rows(8)]
+    sink = MemorySink([])
+    fit = make_fit(tmp_path, rows=rows, sink=sink, weight_decay=0.0)
+    fit.held_out = rows
+    before = fit.engine.trained_state()
+    fit.run()
+    values = [value for _, metrics in sink.lines for value in metrics.values()]
+    assert all(math.isfinite(value) for value in values)
+    for k, zero in ((0, False), (1, True), (2, True)):
+        logged = [m[f"train/head{k}/loss"] for _, m in sink.lines if "train/loss" in m]
+        assert [loss == 0 for loss in logged] == [zero] * 4
+    for name, tensor in fit.engine.trained_state().items():
+        assert torch.equal(tensor, before[name]) == (".heads.0." not in name), name
 
 
 def test_training_lowers_the_loss_of_what_is_trained_on(tmp_path):

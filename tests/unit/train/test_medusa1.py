@@ -2,10 +2,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from medusa2_case import disturb
 from training_case import CPU, make_backbone, make_heads, make_rows
 
 from medusa_train.data.hidden_states import online_source
 from medusa_train.data.rows import Row
+from medusa_train.evaluate.accuracy import rank_rows
 from medusa_train.ops.loss import IGNORE
 from medusa_train.ops.metrics import MISSED
 from medusa_train.train.medusa1 import Medusa1Objective
@@ -86,6 +88,18 @@ def test_ranks_are_those_of_a_sort_where_decoding_starts_a_step(backbone):
                     assert MAP[order[first + i, rank]] == row.ids[ahead]
                 seen.add(rank if rank in (IGNORE, MISSED) else 0)
     assert seen == {IGNORE, MISSED, 0}
+
+
+def test_training_and_evaluation_look_at_the_same_targets(backbone):
+    """One convention, where the base LM head's own target is one ahead: head k's is k + 2."""
+    known = torch.arange(backbone.valid_ids)  # evaluation never guesses a padding id
+    objective, rows = medusa1(backbone, lm_head="reduced", token_map=known), make_rows(12)
+    disturb(objective)
+    measured = objective.measure(objective.batch(rows), gather)
+    source = online_source(backbone.hidden_states, CPU)
+    ranks = rank_rows(rows, source, objective.heads, backbone, guesses=len(known))
+    assert all(torch.equal(a, b) for a, b in zip(measured.ranks, ranks, strict=True))
+    assert any((rank != IGNORE).any() for rank in ranks)
 
 
 def test_only_heads_are_parameters(backbone):
