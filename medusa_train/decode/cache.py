@@ -4,6 +4,7 @@ Legend: L layers, B rows, H key-value heads, S capacity, N new tokens, E size of
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ class DecodeCache(Cache):
         self.lengths = [0] * rows  # certain tokens
         # Where the new tokens of a forward go, [B, N]; None: behind rows that are all as long
         self.places: Tensor | None = None
+        self.source: Any = None  # what the model has made of the prompts, if it has an encoder
         self.whole = False  # show a forward all S places, so that shapes never change
         self._keys: Tensor | None = None  # [L, B, H, S, E]
         self._values: Tensor | None = None
@@ -86,6 +88,8 @@ class DecodeCache(Cache):
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
         self.lengths = [self.lengths[row] for row in rows]
+        if self.source is not None:
+            self.source.keep_rows(rows)
         if self._keys is not None and self._values is not None:
             index = torch.tensor(list(rows), device=self._keys.device)
             self._keys, self._values = self._keys[:, index], self._values[:, index]
@@ -136,4 +140,6 @@ class DecodeCache(Cache):
 
     def _storage(self, states: Tensor) -> Tensor:
         rows, heads, _, size = states.shape
-        return states.new_empty((self.num_layers, rows, heads, self.capacity, size))
+        # Zeros: masks hide places that nobody has written yet, as in rows shorter than others, but
+        # fresh memory may hold NaN, and a weight of zero does not take that out of a sum
+        return states.new_zeros((self.num_layers, rows, heads, self.capacity, size))

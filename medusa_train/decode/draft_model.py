@@ -59,9 +59,10 @@ class DraftModel(Method):
 
     def _begin(self, prompts: Sequence[Sequence[int]], tokens: Sequence[int], *, room: int) -> None:
         # Each step begins with a row's last two tokens: the draft has read one of them at most
-        capacity = max(len(prompt) for prompt in prompts) + room + self._most_nodes
-        self._draft_reader.prefill([prompt[:-1] for prompt in prompts], capacity=capacity)
-        self._before = [prompt[-1] for prompt in prompts]  # the token before the newest
+        read = [self._draft.decoder_prompt(prompt) for prompt in prompts]
+        capacity = max(map(len, read)) + room + self._most_nodes
+        self._draft_reader.prefill(prompts, capacity=capacity, held_back=1)
+        self._before = [prompt[-1] for prompt in read]  # the token before the newest
         self._limits = [self.gamma] * len(prompts)  # guesses of the next step
 
     def _guess(self, tokens: Sequence[int]) -> Guesses:

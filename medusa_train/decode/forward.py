@@ -1,7 +1,7 @@
 """One forward for all methods: new tokens behind a cache, under any tree's mask.
 
-Legend: B rows, N new tokens, C capacity before the block, S keys that a forward sees,
-D hidden size.
+Legend: B rows, N new tokens, C capacity before the block, S keys that a forward sees, H attention
+heads whose masks differ (of most models: 1), D hidden size.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Block:
         sees[:, capacity : capacity + self.size] = tree.attend()
         distance = depth.unsqueeze(1) - keys
         self._masks = {
-            kind: _additive(sees & (distance < window), model)
+            kind: _additive(sees & (distance < window), distance, model)
             for kind, window in layer_windows(model).items()
         }
 
@@ -55,15 +55,15 @@ class Block:
         return (lengths.unsqueeze(1) + self._depth).clamp(max=self._last_position)
 
     def mask(self, lengths: Sequence[int], size: int) -> Tensor | dict[str, Tensor]:
-        """Additive masks of the first `size` keys behind certain tokens, [B or 1, 1, N, S]."""
+        """Additive masks of the first `size` keys behind certain tokens, [B or 1, H, N, S]."""
         if len(set(lengths)) == 1:
             start = self.capacity - lengths[0]
-            cut = {kind: mask[:, start : start + size] for kind, mask in self._masks.items()}
-            masks = {kind: mask[None, None] for kind, mask in cut.items()}
+            cut = {kind: mask[..., start : start + size] for kind, mask in self._masks.items()}
+            masks = {kind: mask.unsqueeze(0) for kind, mask in cut.items()}
         else:
             starts = self.capacity - torch.tensor(lengths, device=self._depth.device)
-            windows = {kind: mask.unfold(1, size, 1) for kind, mask in self._masks.items()}
-            masks = {k: w[:, starts].transpose(0, 1).unsqueeze(1) for k, w in windows.items()}
+            windows = {kind: mask.unfold(-1, size, 1) for kind, mask in self._masks.items()}
+            masks = {k: w[:, :, starts].permute(2, 0, 1, 3) for k, w in windows.items()}
         return masks.get("", masks)
 
 
@@ -82,7 +82,9 @@ class Reader:
         self._compiled = compiled
         self._blocks: dict[Tree, Block] = {}  # for the capacity of the cache
 
-    def prefill(self, prompts: Sequence[Sequence[int]], *, capacity: int) -> Tensor:
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], *, capacity: int, held_back: int = 0
+    ) -> Tensor:
         """Read prompts into a fresh cache; their last hidden states, [B, D].
 
         Prompts are padded on the right: nothing sees the padding, and what follows overwrites it.
@@ -90,12 +92,17 @@ class Reader:
         Args:
             prompts: token ids.
             capacity: the most tokens that will be certain or new at a time, in any row.
+            held_back: leave so many of the decoder's last tokens for later.
         """
         if self._compiled:
             capacity = -(-capacity // COMPILED_STEP) * COMPILED_STEP
+        source = self.model.source(prompts)
+        prompts = [self.model.decoder_prompt(prompt) for prompt in prompts]
+        prompts = [prompt[: len(prompt) - held_back] for prompt in prompts]
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
         self.cache = DecodeCache(self.model.config.num_hidden_layers, capacity, rows=len(prompts))
+        self.cache.source = source
         self._blocks.clear()
         device = self.model.device
         if longest == 0:
@@ -161,7 +168,7 @@ def layer_windows(model: LanguageModel) -> dict[str, int]:
     return {kind: windows[kind] for kind in dict.fromkeys(kinds)}
 
 
-def _additive(sees: Tensor, model: LanguageModel) -> Tensor:
-    """0 where seen, the lowest number of the dtype elsewhere, [N, C + N + C]."""
-    hidden = torch.finfo(model.dtype).min
-    return torch.zeros(sees.shape, dtype=model.dtype).masked_fill(~sees, hidden).to(model.device)
+def _additive(sees: Tensor, distance: Tensor, model: LanguageModel) -> Tensor:
+    """The position bias where seen, the lowest number of the dtype elsewhere, [H, N, C + N + C]."""
+    bias = model.position_bias(distance)
+    return bias.masked_fill(~sees.to(bias.device), torch.finfo(model.dtype).min)

@@ -166,12 +166,13 @@ def _run(
     stop: StopStrings | None,
 ) -> Iterator[tuple[int, Part]]:
     """Each row's parts, step by step."""
-    rooms = [answer_room(len(p), max_new_tokens, method.max_positions) for p in prompts]
+    read = [method.model.decoder_prompt(prompt) for prompt in prompts]
+    rooms = [answer_room(len(p), max_new_tokens, method.max_positions) for p in read]
     if max_new_tokens == 0 or not prompts:
         return
     chooser = Chooser(
         sampling,
-        prompts,
+        read,
         seeds=seeds or [sampling.seed] * len(prompts),
         length=max(rooms),
         end_ids=end_ids,

@@ -65,7 +65,8 @@ class Method(ABC):
             chooser: how tokens follow from logits; None for greedy.
         """
         self._chooser = chooser or self._greedy(prompts, room)
-        capacity = max(len(prompt) for prompt in prompts) + room + self._most_nodes
+        read = max(len(self.model.decoder_prompt(prompt)) for prompt in prompts)
+        capacity = read + room + self._most_nodes
         self._hidden = self._reader.prefill(prompts, capacity=capacity)  # of the last token, [B, D]
         nothing = torch.empty((len(prompts), 1), dtype=torch.long, device=self.device)
         first = self._choose(nothing, self._hidden.unsqueeze(1), chain_tree(0))

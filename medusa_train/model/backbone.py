@@ -65,7 +65,7 @@ class Backbone(LanguageModel):
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
-        self.end_ids = _end_ids(model, tokenizer)
+        self.end_ids = all_end_ids(model, tokenizer)
         self.compiles = False
         check_head(model, self, name)
         check_positions(self, name)
@@ -211,7 +211,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
-def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def all_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """All ids that end an answer: of the generation config and of the tokenizer."""
     found: set[int] = set()
     for ids in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):

@@ -1,9 +1,9 @@
 """What every decoding method asks of a model: hidden states, logits, the best next token.
 
-Legend: B rows, T tokens, P positions, V vocabulary, D hidden size.
+Legend: B rows, T tokens, P positions, V vocabulary, D hidden size, H attention heads, S keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -70,6 +70,18 @@ class LanguageModel:
         """The longest context, prompt and answer together."""
         return int(getattr(self.config, "max_position_embeddings", 2**31))
 
+    def decoder_prompt(self, prompt: Sequence[int]) -> Sequence[int]:
+        """What the decoder itself reads before it answers a prompt: here all of it."""
+        return prompt
+
+    def source(self, prompts: Sequence[Sequence[int]]) -> Any:
+        """What it reads beside its own tokens in every forward, with `keep_rows`: here nothing."""
+        return None
+
+    def position_bias(self, distance: Tensor) -> Tensor:
+        """What masks add to scores of keys so far back, [...] -> [H or 1, ...]: here nothing."""
+        return torch.zeros((1, *distance.shape), dtype=self.dtype, device=self.device)
+
     def forward(
         self, ids: Tensor, *, positions: Tensor, mask: Any, cache: Any, compiled: bool = False
     ) -> Tensor:
@@ -78,7 +90,7 @@ class LanguageModel:
         Args:
             ids: [B, T].
             positions: [B, T].
-            mask: additive, [B or 1, 1, T, S], or one by layer type.
+            mask: additive, [B or 1, H or 1, T, S], or one by layer type.
             cache: keys and values of the S - T tokens before; the new ones are added to it.
             compiled: run it through `torch.compile`.
         """

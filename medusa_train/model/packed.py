@@ -22,6 +22,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = bias
+        self.weight = weight.detach()  # T5 asks its layers for their dtype
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
 
     def forward(self, inputs: Tensor) -> Tensor:
