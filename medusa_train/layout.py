@@ -146,6 +146,7 @@ class Layout:
                 return {
                     **shared,
                     "prompts": {**asdict(config.prompts), "digest": self._prompts_digest},
+                    "decode": asdict(config.decode),
                     "evaluate": asdict(config.evaluate),
                     "builds_on": self._builds_on(name),
                 }

@@ -7,6 +7,14 @@ from medusa_train.config.training import STRICT, require
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeConfig:
+    """How every method decodes."""
+
+    __pydantic_config__ = STRICT
+    compile: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateConfig:
     """What is measured. `tree` is `auto` (searched) or a list of rank paths such as [[0],[0,0]]."""
 

@@ -7,7 +7,7 @@ Lengths are tokens, sizes are rows, times are seconds unless a name says otherwi
 from dataclasses import dataclass
 from typing import Literal
 
-from medusa_train.config.evaluation import EvaluateConfig, tree_checks
+from medusa_train.config.evaluation import DecodeConfig, EvaluateConfig, tree_checks
 from medusa_train.config.training import (
     STRICT,
     DeepSpeedConfig,
@@ -180,6 +180,7 @@ class Config:
     medusa1: Medusa1Config
     medusa2: Medusa2Config
     draft: DraftConfig
+    decode: DecodeConfig
     evaluate: EvaluateConfig
     deepspeed: DeepSpeedConfig
     track: TrackConfig

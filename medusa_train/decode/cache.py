@@ -22,13 +22,17 @@ class DecodeCache(Cache):
     and keeps its address after that.
     """
 
-    def __init__(self, num_layers: int, capacity: int, *, rows: int = 1) -> None:
+    def __init__(
+        self, num_layers: int, capacity: int, *, rows: int = 1, static: bool = False
+    ) -> None:
         """Make an empty cache.
 
         Args:
             num_layers: L.
             capacity: S, the most tokens a row can hold, those of a forward included.
             rows: B.
+            static: made for a compiler: forwards with `places` see all S places, so that shapes
+                never change, and layers lie apart, so that it makes code for one of them only.
         """
         super().__init__(layers=[])
         self.num_layers = num_layers
@@ -37,9 +41,10 @@ class DecodeCache(Cache):
         # Where the new tokens of a forward go, [B, N]; None: behind rows that are all as long
         self.places: Tensor | None = None
         self.source: Any = None  # what the model has made of the prompts, if it has an encoder
-        self.whole = False  # show a forward all S places, so that shapes never change
-        self._keys: Tensor | None = None  # [L, B, H, S, E]
-        self._values: Tensor | None = None
+        self._static = static
+        # One tensor of all layers, [L, B, H, S, E], or one of each, [1, B, H, S, E]
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
 
     @property
     def longest(self) -> int:
@@ -50,15 +55,19 @@ class DecodeCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values, [B, H, N, E]; gives all of them so far."""
-        if self._keys is None or self._values is None:
+        if not self._keys:
             self._keys, self._values = self._storage(key_states), self._storage(value_states)
-        if key_states.shape[1] != self._keys.shape[2]:
+        keys, values = (
+            self._of_layer(self._keys, layer_idx),
+            self._of_layer(self._values, layer_idx),
+        )
+        if key_states.shape[1] != keys.shape[1]:
             raise ModelError(
                 f"layer {layer_idx} has {key_states.shape[1]} key-value heads, layer 0 has "
-                f"{self._keys.shape[2]}; models with unequal layers are not supported"
+                f"{keys.shape[1]}; models with unequal layers are not supported"
             )
-        end = self.capacity if self.whole else self._end(key_states.shape[2])
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        whole = self._static and self.places is not None
+        end = self.capacity if whole else self._end(key_states.shape[2])
         if self.places is None:
             begin = end - key_states.shape[2]
             keys[:, :, begin:end] = key_states
@@ -90,17 +99,14 @@ class DecodeCache(Cache):
         self.lengths = [self.lengths[row] for row in rows]
         if self.source is not None:
             self.source.keep_rows(rows)
-        if self._keys is not None and self._values is not None:
-            index = torch.tensor(list(rows), device=self._keys.device)
-            self._keys, self._values = self._keys[:, index], self._values[:, index]
+        self._keys = [stored[:, list(rows)] for stored in self._keys]
+        self._values = [stored[:, list(rows)] for stored in self._values]
 
     def repeat_rows(self, times: int) -> None:
         """Go on with so many copies of the only row."""
-        assert self._keys is not None
-        assert self._values is not None
         self.lengths = self.lengths * times
-        self._keys = self._keys.repeat(1, times, 1, 1, 1)
-        self._values = self._values.repeat(1, times, 1, 1, 1)
+        self._keys = [stored.repeat(1, times, 1, 1, 1) for stored in self._keys]
+        self._values = [stored.repeat(1, times, 1, 1, 1) for stored in self._values]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Certain tokens (asked for by transformers)."""
@@ -118,8 +124,6 @@ class DecodeCache(Cache):
         return end
 
     def _move(self, paths: Sequence[Sequence[int]]) -> None:
-        assert self._keys is not None
-        assert self._values is not None
         longest = max(len(path) for path in paths)
         # A shorter path is filled up with places that are copied onto themselves
         source = torch.tensor(
@@ -129,17 +133,22 @@ class DecodeCache(Cache):
             ]
         )
         target = torch.tensor(self.lengths).unsqueeze(1) + torch.arange(longest)
-        for stored in (self._keys, self._values):
-            rows, device = range(len(paths)), stored.device
+        device, begin = self._keys[0].device, self.lengths[0]
+        source, target = source.to(device), target.to(device)
+        row = torch.arange(len(paths), device=device).unsqueeze(1)
+        for stored in (*self._keys, *self._values):
             if len(paths) == 1:
-                begin, end = int(target[0, 0]), int(target[0, -1]) + 1
-                stored[:, :, :, begin:end] = stored[:, :, :, source[0].to(device)]
+                stored[:, :, :, begin : begin + longest] = stored[:, :, :, source[0]]
             else:
-                row = torch.tensor(rows, device=device).unsqueeze(1)
-                stored[:, row, :, target.to(device)] = stored[:, row, :, source.to(device)]
+                stored[:, row, :, target] = stored[:, row, :, source]
 
-    def _storage(self, states: Tensor) -> Tensor:
+    def _storage(self, states: Tensor) -> list[Tensor]:
         rows, heads, _, size = states.shape
+        groups, layers = (self.num_layers, 1) if self._static else (1, self.num_layers)
+        shape = (layers, rows, heads, self.capacity, size)
         # Zeros: masks hide places that nobody has written yet, as in rows shorter than others, but
         # fresh memory may hold NaN, and a weight of zero does not take that out of a sum
-        return states.new_zeros((self.num_layers, rows, heads, self.capacity, size))
+        return [states.new_zeros(shape) for _ in range(groups)]
+
+    def _of_layer(self, stored: list[Tensor], layer: int) -> Tensor:
+        return stored[layer][0] if self._static else stored[0][layer]

@@ -101,7 +101,8 @@ class Reader:
         prompts = [prompt[: len(prompt) - held_back] for prompt in prompts]
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
-        self.cache = DecodeCache(self.model.config.num_hidden_layers, capacity, rows=len(prompts))
+        layers = self.model.config.num_hidden_layers
+        self.cache = DecodeCache(layers, capacity, rows=len(prompts), static=self._compiled)
         self.cache.source = source
         self._blocks.clear()
         device = self.model.device
@@ -110,7 +111,9 @@ class Reader:
         ids = torch.tensor(
             [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device
         )
-        positions = torch.arange(longest, device=device).expand(len(prompts), -1)
+        # A draft may have a shorter context than its target
+        positions = torch.arange(longest, device=device).clamp(max=self.model.max_positions - 1)
+        positions = positions.expand(len(prompts), -1)
         hidden = self.model.forward(ids, positions=positions, mask=None, cache=self.cache)
         self.cache.commit([range(length) for length in lengths])
         last = torch.tensor(lengths, device=device) - 1
@@ -123,7 +126,6 @@ class Reader:
         ragged = len(set(cache.lengths)) > 1
         if ragged or self._compiled:
             cache.places = lengths.unsqueeze(1) + torch.arange(block.size, device=ids.device)
-        cache.whole = self._compiled
         size = cache.capacity if self._compiled else cache.longest + block.size
         hidden = self.model.forward(
             ids,
@@ -132,7 +134,7 @@ class Reader:
             cache=cache,
             compiled=self._compiled,
         )
-        cache.places, cache.whole = None, False
+        cache.places = None
         return hidden
 
     def _block(self, tree: Tree) -> Block:

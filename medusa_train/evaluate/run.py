@@ -53,7 +53,7 @@ def evaluate(
     Returns:
         The headline numbers.
     """
-    settings = config.evaluate
+    settings, compiled = config.evaluate, config.decode.compile
     prompts = _prompts(config, backbone)
     limits = {"vocab_size": backbone.vocab_size, "context": backbone.max_positions}
     calibration = read_split(distilled / "calibration", **limits)
@@ -64,13 +64,13 @@ def evaluate(
     heads_info, tree, tree_info = choose_tree(config, backbone, medusa_heads, heads, calibration)
     write_json(stage.folder / TREE, {"paths": [list(path) for path in tree.paths]})
     methods: dict[str, Method] = {
-        "plain": Plain(backbone),
-        "medusa": Medusa(backbone, medusa_heads, tree),
+        "plain": Plain(backbone, compiled=compiled),
+        "medusa": Medusa(backbone, medusa_heads, tree, compiled=compiled),
     }
     draft_model = None if draft is None else _load_draft(config, backbone, draft.folder)
     if draft_model is not None:
         for gamma in sorted(set(settings.gammas)):
-            method = DraftModel(backbone, draft_model, gamma=gamma)
+            method = DraftModel(backbone, draft_model, gamma=gamma, compiled=compiled)
             methods[method.name] = method
     with progress("evaluate", len(prompts)) as meter:
         measurements = measure(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from medusa_train.config.schema import Config, EvaluateConfig
+from medusa_train.config.schema import Config
 from medusa_train.data.hidden_states import choose_source
 from medusa_train.data.rows import Row
 from medusa_train.decode import Medusa, Method, Plain
@@ -82,7 +82,7 @@ def choose_tree(
         candidates = [list(settings.tree)]
     trees = [_tree(paths, heads) for paths in candidates]
     prompt = rows[0].ids[: rows[0].answer_start]  # steps are timed behind it
-    curve = _size_curve(trees, ranks, backbone, heads, prompt, settings)
+    curve = _size_curve(trees, ranks, backbone, heads, prompt, config)
     best = fastest(curve, at_least=settings.min_tokens_per_step)
     chosen = trees[best]
     log.info(
@@ -126,13 +126,14 @@ def _size_curve(
     backbone: Backbone,
     heads: MedusaHeads,
     prompt: Sequence[int],
-    settings: EvaluateConfig,
+    config: Config,
 ) -> list[TreeSize]:
     """For each tree what it promises: simulated tokens per step over measured step latency."""
     guesses = HeadGuesses(backbone, heads, [1] * len(heads))
-    along = [Medusa(backbone, heads, tree, guesses=guesses) for tree in trees]
-    methods: list[Method] = [Plain(backbone), *along]
-    plain, *steps = step_seconds(methods, prompt, repeats=settings.latency_repeats)
+    compiled = config.decode.compile
+    along = [Medusa(backbone, heads, t, guesses=guesses, compiled=compiled) for t in trees]
+    methods: list[Method] = [Plain(backbone, compiled=compiled), *along]
+    plain, *steps = step_seconds(methods, prompt, repeats=config.evaluate.latency_repeats)
     curve = []
     for tree, seconds in zip(trees, steps, strict=True):
         tokens = simulate(ranks, tree.paths)

@@ -1,4 +1,4 @@
-"""torch.compile of a decoder, for forwards over whole rows; decoding step by step stays as it is.
+"""torch.compile of a decoder: for forwards over whole rows, and for decoding in fixed blocks.
 
 Legend: B rows, T tokens, D hidden size.
 """
@@ -16,33 +16,32 @@ from torch import Tensor, nn
 from medusa_train.errors import ConfigError
 
 
-def refuse_compile(device: torch.device) -> None:
-    """Refuse `model.compile` where nothing would be compiled.
+def refuse_compile(device: torch.device, setting: str = "model.compile") -> None:
+    """Refuse a setting that asks for compiling where nothing would be compiled.
 
     Raises:
         ConfigError: if the compiler is missing or switched off.
     """
-    instead = "or use model.compile=false"
+    instead = f"or use {setting}=false"
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         raise ConfigError(
-            "model.compile=true, but torch.compile is switched off by TORCHDYNAMO_DISABLE=1: "
+            f"{setting}=true, but torch.compile is switched off by TORCHDYNAMO_DISABLE=1: "
             f"unset it, {instead}"
         )
     if device.type == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
-            "model.compile=true, but DeepSpeed runs with torch.compile switched off on a CPU: "
+            f"{setting}=true, but DeepSpeed runs with torch.compile switched off on a CPU: "
             f"launch one process, {instead}"
         )
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if device.type == "cpu" and shutil.which(compiler) is None:
         raise ConfigError(
-            f"model.compile=true needs a C++ compiler, but {compiler} is not found: install it "
+            f"{setting}=true needs a C++ compiler, but {compiler} is not found: install it "
             f"or let the variable CXX name another, {instead}"
         )
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise ConfigError(
-            f"model.compile=true needs triton, which is not installed: pip install triton, "
-            f"{instead}"
+            f"{setting}=true needs triton, which is not installed: pip install triton, {instead}"
         )
 
 
@@ -64,6 +63,14 @@ def compiled_rows(decoder: nn.Module) -> Callable[..., Any]:
 
 
 def compile_for_decoding(decoder: nn.Module) -> Callable[..., Any]:
-    """A decoder compiled for blocks of fixed sizes; on a GPU its launches become one graph."""
-    mode = "reduce-overhead" if next(decoder.parameters()).device.type == "cuda" else "default"
+    """A decoder compiled for blocks of fixed sizes; on a GPU its launches become one graph.
+
+    Every new size of block or cache is compiled when it first comes. Its frozen weights are read
+    as they are: on a CPU in bfloat16 that is slower than the rearranged ones of `model/packed.py`.
+
+    Raises:
+        ConfigError: as `refuse_compile`.
+    """
+    refuse_compile(device := next(decoder.parameters()).device, "decode.compile")
+    mode = "reduce-overhead" if device.type == "cuda" else "default"
     return torch.compile(decoder, dynamic=False, mode=mode)
