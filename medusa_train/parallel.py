@@ -8,13 +8,16 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from medusa_train.errors import MedusaError
 
 T = TypeVar("T")
 
@@ -59,6 +62,23 @@ class World:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value)
         return found
+
+    def first(self, action: Callable[[], T]) -> T:
+        """What an action of the first process gives, on every process.
+
+        Raises:
+            MedusaError: what the first process refuses, all do; else they would be left waiting.
+        """
+        result, refusal = None, None
+        if self.is_main:
+            try:
+                result = action()
+            except MedusaError as error:
+                refusal = error
+        result, refusal = self.gather((result, refusal))[0]
+        if refusal is not None:
+            raise refusal
+        return cast(T, result)
 
     def wait(self) -> None:
         """Until every process is here."""

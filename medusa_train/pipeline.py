@@ -15,7 +15,7 @@ from medusa_train.config.schema import Config
 from medusa_train.data.batch import steps_per_epoch
 from medusa_train.data.prompts import prompts_by_split
 from medusa_train.distill.run import distill
-from medusa_train.errors import CheckpointError, MedusaError
+from medusa_train.errors import CheckpointError
 from medusa_train.evaluate.run import evaluate
 from medusa_train.layout import Layout
 from medusa_train.model.backbone import Backbone, choose_device, load_backbone
@@ -98,25 +98,20 @@ class Run:
                     steps_per_epoch(len(prompts["train"]), optim.batch_size)
 
     def open(self, stage: Stage, locks: ExitStack) -> bool:
-        """Open a stage on the first process, locked unless it is finished; all hear what it found.
+        """Open a stage; whether nothing is left to do for it. It is locked unless it is finished.
 
         Raises:
-            MedusaError: on every process, what the first one refuses it for.
+            MedusaError: what it is refused for.
         """
-        done, refusal = False, None
-        if self.world.is_main:
-            try:
-                found = read_manifest(stage.folder)
-                unmerged = self._wants_merging(stage)
-                if found is None or found["status"] != "done" or unmerged:
-                    locks.enter_context(locked(stage.folder))
-                done = stage.open() and not unmerged
-            except MedusaError as error:
-                refusal = error
-        done, refusal = self.world.gather((done, refusal))[0]
-        if refusal is not None:
-            raise refusal
-        return done
+
+        def opened() -> bool:
+            found = read_manifest(stage.folder)
+            unmerged = self._wants_merging(stage)
+            if found is None or found["status"] != "done" or unmerged:
+                locks.enter_context(locked(stage.folder))
+            return stage.open() and not unmerged
+
+        return self.world.first(opened)
 
     @property
     def actions(self) -> Mapping[str, Callable[[Stage], dict[str, Any]]]:
@@ -159,11 +154,13 @@ class Run:
                 "from: put one back, or move or delete that folder to train again"
             )
         log.info("medusa2: trained already, without merging: its adapter is merged now")
-        if not self.world.is_main:
-            return {}
-        backbone = self.backbone
-        self.__dict__.pop("backbone")
-        return {**summary, **merge_adapter(self.config, stage, backbone)}
+
+        def merge() -> dict[str, Any]:
+            backbone = self.backbone
+            self.__dict__.pop("backbone")
+            return merge_adapter(self.config, stage, backbone)
+
+        return {**summary, **self.world.first(merge)}
 
     def _evaluate(self, stage: Stage) -> dict[str, Any]:
         """One process measures; the others wait, so that nothing disturbs the clocks."""
@@ -176,10 +173,14 @@ class Run:
             draft = layout.trained("draft", DRAFT_FOLDER, "evaluate")
         else:
             log.warning("evaluate: no draft model in %s: none is compared", layout.folder("draft"))
-        if not self.world.is_main:
-            return {}
-        backbone = self._merged() if joint else self.backbone
-        return evaluate(self.config, stage, backbone, distilled=distilled, heads=heads, draft=draft)
+
+        def measure() -> dict[str, Any]:
+            backbone = self._merged() if joint else self.backbone
+            return evaluate(
+                self.config, stage, backbone, distilled=distilled, heads=heads, draft=draft
+            )
+
+        return self.world.first(measure)
 
     def _merged(self) -> Backbone:
         """The backbone that medusa2 has left."""

@@ -124,11 +124,15 @@ def test_a_second_command_is_refused_by_name_until_the_first_has_ended(tmp_path,
     assert calls.names == [*ALL[:3], "draft", "evaluate"]
 
 
-def test_what_the_first_process_refuses_all_do(tmp_path, calls):
-    class Told(World):
-        def gather(self, value):
-            return [(False, ConfigError("in use")), value]
+class Told(World):
+    """Told by the first process that it refuses."""
 
+    def gather(self, value):
+        assert value == (None, None)
+        return [(None, ConfigError("in use")), value]
+
+
+def test_what_the_first_process_refuses_all_do(tmp_path, calls):
     second = Run(smoke(), tmp_path, Told(rank=1, size=2))
 
     with ExitStack() as locks, pytest.raises(ConfigError, match="in use"):
@@ -191,8 +195,9 @@ def test_medusa2_from_fresh_heads_needs_no_medusa1(tmp_path, calls):
 
 def test_only_the_first_process_measures_and_writes(tmp_path, calls):
     run_stages(smoke("stages=[distill,medusa1]"), tmp_path)
-    second = Run(smoke("stages=[evaluate]"), tmp_path, World(rank=1, size=2))
+    second = Run(smoke("stages=[evaluate]"), tmp_path, Told(rank=1, size=2))
     stage = second.layout.stage("evaluate")
 
-    assert second.actions["evaluate"](stage) == {}
+    with pytest.raises(ConfigError, match="in use"):
+        second.actions["evaluate"](stage)
     assert "evaluate" not in calls.names
