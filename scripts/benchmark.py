@@ -18,7 +18,7 @@ from pathlib import Path
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is imported
 
 import torch
-from bench import decode, distill, growth, train
+from bench import decode, distill, growth, latency, train
 from bench.case import DEFAULT_MODEL, Case, build_case
 from bench.rows import Row
 from rich.console import Console
@@ -28,6 +28,7 @@ from medusa_train.errors import MedusaError
 
 BENCHMARKS: dict[str, Callable[[Case], list[Row]]] = {
     "decode": decode.run,
+    "latency": latency.run,
     "train": train.run,
     "growth": growth.run,
     "distill": distill.run,
@@ -39,13 +40,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark; the exit status."""
     options = _parser().parse_args(argv)
     try:
-        case = build_case(model=options.model, repeats=options.repeats, tiny=options.tiny)
+        case = build_case(
+            model=options.model,
+            repeats=options.repeats,
+            tiny=options.tiny,
+            compiled=options.compile,
+        )
     except MedusaError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
     rows = BENCHMARKS[options.benchmark](case)
     if options.json is not None:
         write_rows(options.json, rows)
+        if options.benchmark == "latency":
+            latency.plot(rows, options.json.with_suffix(".png"))
     _print(case, options.benchmark, rows)
     return 0
 
@@ -60,12 +68,17 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("benchmark", choices=sorted(BENCHMARKS))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the rows there; latency: a plot beside it"
+    )
     parser.add_argument(
         "--model", metavar="NAME", help=f"as model.name of a recipe; default {DEFAULT_MODEL}"
     )
     parser.add_argument(
         "--tiny", action="store_true", help="little work on a random model: a check, no measurement"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="decode through torch.compile (ours, not the peer)"
     )
     parser.add_argument(
         "--repeats", type=_repeats, default=LEAST_REPEATS, metavar="N", help="rounds; default 5"

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from medusa_train.evaluate.markdown import megabytes, number, table, with_interval
+from medusa_train.evaluate.near_ties import NEAR
 from medusa_train.evaluate.plots import ACCEPTANCE, SPEEDUP, draw_plots
 from medusa_train.evaluate.results_schema import MethodResult, Results
 from medusa_train.track.manifest import write_text
@@ -256,7 +257,7 @@ def _exactness(results: Results) -> str:
         found = method.exactness
         sentences.append(
             f"{name}: {found.identical} of {found.prompts} answers are identical to plain "
-            f"decoding's{_positions(found.first_difference)}."
+            f"decoding's{_positions(found.first_difference)}{_near_ties(found.gaps)}."
         )
     sentences.append(
         "Greedy verification is exact in exact arithmetic. A forward over several tokens rounds "
@@ -266,6 +267,16 @@ def _exactness(results: Results) -> str:
     shares = (f"{method.repetition_share:.1%} ({name})" for name, method in _methods(results))
     sentences.append(f"Tokens that repeat an earlier 4-gram of their answer: {', '.join(shares)}.")
     return " ".join(sentences)
+
+
+def _near_ties(gaps: Sequence[float]) -> str:
+    if not gaps:
+        return ""
+    near = sum(gap <= NEAR for gap in gaps)
+    return (
+        f"; at {near} of these {len(gaps)} places the two tokens' logits are within {NEAR:g} "
+        f"spacings of the dtype (at most {max(gaps):.1f}), a near-tie"
+    )
 
 
 def _positions(positions: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ The classes that make up the schema are in `results_schema`.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from medusa_train.errors import DataError
 from medusa_train.evaluate import statistics
+from medusa_train.evaluate.near_ties import Gap
 from medusa_train.evaluate.results_schema import (
     SCHEMA,
     VERSION,
@@ -49,6 +50,7 @@ def build_results(
     heads: HeadsInfo | None,
     draft: DraftInfo | None,
     tree: TreeInfo | None,
+    gap: Gap,
     provenance: Mapping[str, Any],
     bootstrap_samples: int,
     seed: int,
@@ -62,6 +64,7 @@ def build_results(
         heads: given with `medusa`, and only then.
         draft: given with a `draft_model/gamma=N`, and only then.
         tree: given with `medusa`, and only then.
+        gap: how near to a tie an answer left plain decoding's.
         provenance: JSON-like, for people; `command` is shown as such by the report.
         bootstrap_samples: of each interval.
         seed: of the intervals.
@@ -73,19 +76,16 @@ def build_results(
     _check_blocks(measurements, gammas, model=model, heads=heads, draft=draft, tree=tree)
     bootstrap = Bootstrap(samples=bootstrap_samples, seed=seed)
     plain, medusa = measurements[PLAIN], measurements.get(MEDUSA)
+    baseline = _Baseline(plain=plain, bootstrap=bootstrap, gap=gap)
     best = max(gammas, key=lambda gamma: statistics.speedup(gammas[gamma], plain), default=None)
     results = Results(
         schema=SCHEMA,
         version=VERSION,
         model=model,
         methods=Methods(
-            plain=MethodResult(**_method(plain, plain, None, 0, bootstrap)),
-            draft_model=None
-            if best is None
-            else _draft_model(gammas, best, plain, draft, bootstrap),
-            medusa=None
-            if not (medusa and tree)
-            else _medusa(medusa, plain, heads, tree, bootstrap),
+            plain=MethodResult(**_method(plain, None, 0, baseline)),
+            draft_model=None if best is None else _draft_model(gammas, best, draft, baseline),
+            medusa=None if not (medusa and tree) else _medusa(medusa, heads, tree, baseline),
         ),
         comparison=Comparison(
             medusa_over_draft=None
@@ -172,25 +172,26 @@ def _check_blocks(
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Baseline:
+    """What every method is compared with, and how."""
+
+    plain: Measurements
+    bootstrap: Bootstrap
+    gap: Gap
+
+
 def _medusa(
-    measured: Measurements,
-    plain: Measurements,
-    heads: HeadsInfo | None,
-    tree: TreeInfo,
-    bootstrap: Bootstrap,
+    measured: Measurements, heads: HeadsInfo | None, tree: TreeInfo, baseline: _Baseline
 ) -> MedusaResult:
-    fields = _method(measured, plain, heads, tree.depth, bootstrap)
+    fields = _method(measured, heads, tree.depth, baseline)
     return MedusaResult(**fields, tree_nodes=tree.nodes)
 
 
 def _draft_model(
-    gammas: Mapping[int, Measurements],
-    best: int,
-    plain: Measurements,
-    draft: DraftInfo | None,
-    bootstrap: Bootstrap,
+    gammas: Mapping[int, Measurements], best: int, draft: DraftInfo | None, baseline: _Baseline
 ) -> DraftModelResult:
-    return DraftModelResult(**_method(gammas[best], plain, draft, best, bootstrap), gamma=best)
+    return DraftModelResult(**_method(gammas[best], draft, best, baseline), gamma=best)
 
 
 def _draft(
@@ -231,17 +232,14 @@ def _gamma(
 
 
 def _method(
-    measured: Measurements,
-    plain: Measurements,
-    extra: AddedWeights | None,
-    depth: int,
-    bootstrap: Bootstrap,
+    measured: Measurements, extra: AddedWeights | None, depth: int, baseline: _Baseline
 ) -> dict[str, Any]:
     """The fields of a `MethodResult`; `extra` is what the method adds to the backbone."""
-    speedup = _ratio(measured, plain, bootstrap)
+    plain = baseline.plain
+    speedup = _ratio(measured, plain, baseline.bootstrap)
     per_step, overhead = statistics.tokens_per_step(measured), _overhead(measured, plain)
     step = statistics.step_seconds(measured)
-    exactness = _exactness(measured, plain)
+    exactness = _exactness(measured, plain, baseline.gap)
     answers = [m.generation for m in measured]
     return {
         "architecture": "the backbone alone" if extra is None else extra.architecture,
@@ -280,16 +278,21 @@ def _speedup_by_kind(measured: Measurements, plain: Measurements) -> dict[str, K
     }
 
 
-def _exactness(measured: Measurements, plain: Measurements) -> Exactness:
-    pairs = zip(measured, plain, strict=True)
-    found = [
-        (ours.prompt_id, statistics.first_difference(ours.generation.ids, reference.generation.ids))
-        for ours, reference in pairs
-    ]
-    differing = [(prompt, position) for prompt, position in found if position is not None]
+def _exactness(measured: Measurements, plain: Measurements, gap: Gap) -> Exactness:
+    prompts, positions, gaps = [], [], []
+    for ours, reference in zip(measured, plain, strict=True):
+        one, other = ours.generation.ids, reference.generation.ids
+        place = statistics.first_difference(one, other)
+        if place is not None:
+            prompts.append(ours.prompt_id)
+            positions.append(place)
+            # Where one answer merely ends, no two tokens compete
+            both = place < min(len(one), len(other))
+            gaps.append(gap(ours.prompt_id, one[:place], one[place], other[place]) if both else 0.0)
     return Exactness(
-        prompts=len(found),
-        identical=len(found) - len(differing),
-        first_difference=[position for _, position in differing],
-        differing_prompts=[prompt for prompt, _ in differing],
+        prompts=len(measured),
+        identical=len(measured) - len(prompts),
+        first_difference=positions,
+        differing_prompts=prompts,
+        gaps=gaps,
     )

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import ConfigDict, JsonValue
 
 SCHEMA = "medusa_train.results"
-VERSION = 1  # raised by every change of a key, a unit or a meaning
+VERSION = 2  # raised by every change of a key, a unit or a meaning
 
 
 class _Record:
@@ -88,12 +88,13 @@ class TreeInfo(_Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Exactness(_Record):
-    """How many answers equal plain decoding's; the two lists go over the differing ones."""
+    """How many answers equal plain decoding's; the lists go over the differing ones."""
 
     prompts: int
     identical: int
     first_difference: list[int]
     differing_prompts: list[str]
+    gaps: list[float]  # of the target's logits of both tokens, in spacings of its dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +203,7 @@ class Results(_Record):
     """Everything that `results.json` holds."""
 
     schema: Literal["medusa_train.results"]
-    version: Literal[1]
+    version: Literal[2]
     model: ModelInfo
     methods: Methods
     comparison: Comparison

@@ -11,6 +11,7 @@ from medusa_train.data.rows import Row, read_split
 from medusa_train.decode import DraftModel, Medusa, Method, Plain
 from medusa_train.errors import DataError
 from medusa_train.evaluate.describe import draft_info, model_info
+from medusa_train.evaluate.near_ties import gap_of
 from medusa_train.evaluate.report import write_report
 from medusa_train.evaluate.results import build_results, write_results
 from medusa_train.evaluate.results_schema import Results
@@ -87,6 +88,7 @@ def evaluate(
         heads=heads_info,
         draft=draft_info(config, draft, draft_model),
         tree=tree_info,
+        gap=gap_of(backbone, {encoded.prompt.id: encoded.ids for encoded in prompts}),
         provenance={**provenance(), "distill": distill_cost(distilled)},
         bootstrap_samples=settings.bootstrap_samples,
         seed=config.seed,

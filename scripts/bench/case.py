@@ -20,6 +20,7 @@ class Case:
     backbone: Backbone
     repeats: int
     tiny: bool
+    compiled: bool = False  # decode through torch.compile
 
     def prompts(self, count: int, *, max_new_tokens: int) -> list[list[int]]:
         """Token ids of the first `count` shipped test prompts, which mix all kinds."""
@@ -42,7 +43,7 @@ class Case:
         )
 
 
-def build_case(*, model: str | None, repeats: int, tiny: bool) -> Case:
+def build_case(*, model: str | None, repeats: int, tiny: bool, compiled: bool = False) -> Case:
     """Load the model; with `tiny` and no name, a random one.
 
     Raises:
@@ -51,4 +52,10 @@ def build_case(*, model: str | None, repeats: int, tiny: bool) -> Case:
     tiny_settings = ("model=tiny", "medusa1.optim.compute_dtype=float32")
     config = load(*(tiny_settings if tiny else ("model=smollm2_135m",)))
     settings = config.model if model is None else replace(config.model, name=model)
-    return Case(config=config, backbone=load_backbone(settings), repeats=repeats, tiny=tiny)
+    return Case(
+        config=config,
+        backbone=load_backbone(settings),
+        repeats=repeats,
+        tiny=tiny,
+        compiled=compiled,
+    )

@@ -41,8 +41,8 @@ def _answers(case: Case) -> list[Row]:
         draft.get_decoder(), draft.get_output_embeddings(), valid_ids=backbone.valid_ids
     )
     ours = {
-        "plain_vs_transformers": Plain(backbone),
-        "draft_vs_assisted": DraftModel(backbone, guide, gamma=GAMMA),
+        "plain_vs_transformers": Plain(backbone, compiled=case.compiled),
+        "draft_vs_assisted": DraftModel(backbone, guide, gamma=GAMMA, compiled=case.compiled),
     }
     peers = {"plain_vs_transformers": None, "draft_vs_assisted": draft}
     workloads: dict[str, Workload] = {}
@@ -124,12 +124,14 @@ def _overheads(case: Case) -> list[Row]:
     room = (WARM_STEPS + steps + 1) * (NUM_HEADS + 1)
     prompt = case.prompts(1, max_new_tokens=room)[0]
     heads = decoding_heads(case)
-    methods: dict[str, Method] = {"plain": Plain(case.backbone)}
+    methods: dict[str, Method] = {"plain": Plain(case.backbone, compiled=case.compiled)}
     for nodes in TREE_NODES:
         tree = build_tree(
             bushy_paths(nodes), num_heads=NUM_HEADS, max_rank=heads.shape.head_vocab_size
         )
-        methods[f"medusa_overhead_{nodes}_nodes"] = Medusa(case.backbone, heads, tree)
+        methods[f"medusa_overhead_{nodes}_nodes"] = Medusa(
+            case.backbone, heads, tree, compiled=case.compiled
+        )
     workloads = {
         name: _step_ms(method, prompt, steps=steps, room=room) for name, method in methods.items()
     }

@@ -78,6 +78,7 @@ def base(*, medusa=True, draft=True):
         heads=heads if medusa else None,
         draft=weights if draft else None,
         tree=TreeInfo(nodes=8, depth=2, paths=[[0]], chosen=[size]) if medusa else None,
+        gap=lambda *_: 1.5,
         provenance={
             "time": "2025-01-01T00:00:00+00:00",
             "packages": {"torch": "2.0", "numpy": "2.4"},
@@ -216,7 +217,8 @@ def test_exactness_tells_number_and_places():
     text = render_report(base())
     assert (
         "Medusa, 8 nodes: 10 of 12 answers are identical to plain decoding's; "
-        "2 differ, first at token 3, 7 (from 0)."
+        "2 differ, first at token 3, 7 (from 0); at 2 of these 2 places the two tokens' logits are "
+        "within 4 spacings of the dtype (at most 1.5), a near-tie."
     ) in text
     assert "draft model, gamma 3: 12 of 12 answers are identical to plain decoding's." in text
     assert "bfloat16" in text

@@ -37,6 +37,12 @@ def measurements(answers, prefill=0.5):
     ]
 
 
+def gap(prompt_id, shared, one, other):
+    """Enough to see what was asked."""
+    assert prompt_id == "p0"
+    return 100 * one + other + len(shared) / 10
+
+
 MODEL = ModelInfo(
     name="tiny",
     dtype="float32",
@@ -80,7 +86,7 @@ ALL = {
 
 def build(measured=ALL, **changes):
     blocks = {"model": MODEL, "heads": HEADS, "draft": DRAFT, "tree": TREE} | changes
-    settings = {"provenance": PROVENANCE, "bootstrap_samples": 400, "seed": 0}
+    settings = {"gap": gap, "provenance": PROVENANCE, "bootstrap_samples": 400, "seed": 0}
     return build_results(measured, **(settings | blocks))
 
 
@@ -147,6 +153,8 @@ def test_exactness_lists_the_differing_answers():
     assert (draft.exactness.prompts, draft.exactness.identical) == (2, 0)
     assert draft.exactness.first_difference == [2, 2]
     assert draft.exactness.differing_prompts == ["p0", "p1"]
+    # The second answer merely ends sooner
+    assert draft.exactness.gaps == [100 * 9 + 3 + 0.2, 0.0]
     assert "0 of 2 answers identical" in draft.verification
     medusa = results.methods.medusa
     assert (medusa.exactness.identical, medusa.exactness.first_difference) == (2, [])
@@ -188,7 +196,7 @@ def test_round_trip_keeps_everything(tmp_path):
     write_results(path, results)
     assert read_results(path) == results
     found = json.loads(path.read_text())
-    assert (found["schema"], found["version"]) == ("medusa_train.results", 1)
+    assert (found["schema"], found["version"]) == ("medusa_train.results", 2)
     assert found["methods"]["medusa"]["speedup_ci95"] == list(results.methods.medusa.speedup_ci95)
     assert found["tree"]["paths"] == [[0], [1], [0, 0]]
     assert found["provenance"] == PROVENANCE
@@ -207,8 +215,8 @@ def test_numbers_that_are_not_finite_are_not_written(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "has version 2 .* reads 1.*install a newer"),
-        ({"version": 0}, "has version 0 .* evaluate again"),
+        ({"version": 3}, "has version 3 .* reads 2.*install a newer"),
+        ({"version": 1}, "has version 1 .* evaluate again"),
         ({"version": None}, "has version None"),
         ({"schema": "other"}, 'expected "schema": "medusa_train.results"'),
         ({"surprise": 1}, "surprise"),

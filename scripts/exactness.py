@@ -1,0 +1,197 @@
+"""Does every lossless method say what `transformers.generate` says, token for token?
+
+    python scripts/exactness.py --heads outputs/quickstart/medusa1/heads
+    python scripts/exactness.py --heads outputs/quickstart/medusa1/heads --dtype bfloat16
+
+In float32 every answer must be equal. In half precision answers may part where the target hardly
+prefers one of two tokens: each such place is shown with the distance of the two logits.
+The exit status is 1 if an answer differs anywhere but at a near-tie.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is imported
+
+import torch
+from bench.case import DEFAULT_MODEL
+from bench.decode import bushy_paths, cut_layers
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from medusa_train.config.load import load
+from medusa_train.data.prompts import encode_prompts, prompts_by_split
+from medusa_train.decode import DraftModel, Lookup, Medusa, Method, Plain, generate_batch
+from medusa_train.evaluate.near_ties import NEAR, gap_of
+from medusa_train.evaluate.statistics import first_difference
+from medusa_train.model.backbone import Backbone, load_backbone
+from medusa_train.model.heads import MedusaHeads, untrained_heads
+from medusa_train.model.language_model import LanguageModel
+from medusa_train.model.vocabulary import choose_token_map
+from medusa_train.model.weights import load_heads
+from medusa_train.ops.tree import Path as RankPath
+from medusa_train.ops.tree import build_tree, chain
+
+NUM_HEADS = 4
+RANDOM_VOCAB = 2000  # of the random heads
+
+
+def trees() -> dict[str, list[RankPath]]:
+    """Eight shapes, from one node to 64."""
+    wide = [(rank,) for rank in range(8)]
+    combed = [*chain(NUM_HEADS), *((0,) * depth + (1,) for depth in range(NUM_HEADS))]
+    return {
+        "single": [(0,)],
+        "chain": chain(NUM_HEADS),
+        "wide": wide,
+        "comb": combed,
+        **{f"{nodes} nodes": bushy_paths(nodes) for nodes in (4, 12, 24, 64)},
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Answers of one method against the reference."""
+
+    name: str
+    differing: int
+    gaps: list[float]  # at the first difference of each, in spacings of the dtype
+    tokens_per_step: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare all methods; the exit status."""
+    options = _parser().parse_args(argv)
+    config = load("model=smollm2_135m", f"model.dtype={options.dtype}")
+    backbone = load_backbone(replace(config.model, name=options.model))
+    splits = prompts_by_split(config.prompts)
+    prompts = [*splits["test"], *splits["calibration"]][: options.prompts]
+    encoded = encode_prompts(prompts, backbone, system=None, max_new_tokens=options.max_new_tokens)
+    ids = [each.ids for each in encoded]
+    truth = [
+        _reference(backbone, prompt, options.max_new_tokens)
+        for prompt in track(ids, "transformers.generate", console=Console(stderr=True))
+    ]
+    found = []
+    for name, method in methods(backbone, options.heads):
+        found.append(_compare(name, method, backbone, ids, truth, options))
+    _print(found, backbone, options)
+    return int(not all(gap <= NEAR for each in found for gap in each.gaps))
+
+
+def methods(backbone: Backbone, heads: Path | None) -> Iterator[tuple[str, Method]]:
+    """Plain, every tree with trained and with random heads, a draft model and prompt lookup."""
+    yield "plain", Plain(backbone)
+    kinds = {"random heads": random_heads(backbone)}
+    if heads is not None:
+        kinds["trained heads"] = load_heads(
+            heads, dtype=backbone.dtype, device=backbone.device, backbone=backbone
+        )
+    for kind, loaded in kinds.items():
+        for name, paths in trees().items():
+            size = loaded.shape.head_vocab_size
+            tree = build_tree(paths, num_heads=len(loaded), max_rank=size)
+            yield f"medusa, {kind}, {name}", Medusa(backbone, loaded, tree)
+    cut = cut_layers(backbone.model, 3)
+    draft = LanguageModel(
+        cut.get_decoder(), cut.get_output_embeddings(), valid_ids=backbone.valid_ids
+    )
+    yield "draft model, gamma 3", DraftModel(backbone, draft, gamma=3)
+    yield "draft model, adaptive", DraftModel(backbone, draft, gamma=3, adaptive=True)
+    yield "lookup", Lookup(backbone)
+
+
+def random_heads(backbone: Backbone) -> MedusaHeads:
+    """Heads that guess at random: what they say must not matter."""
+    heads = untrained_heads(
+        backbone.lm_head.weight,  # pyright: ignore
+        num_heads=NUM_HEADS,
+        lm_head="reduced",
+        token_map=choose_token_map([], size=RANDOM_VOCAB, vocab_size=backbone.vocab_size),
+    )
+    generator = torch.Generator().manual_seed(0)
+    for parameter in heads.parameters():
+        noise = 0.05 * torch.randn(parameter.shape, generator=generator)
+        parameter.data += noise.to(parameter.device, parameter.dtype)
+    return heads.to(backbone.dtype).eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def _reference(backbone: Backbone, prompt: Sequence[int], length: int) -> list[int]:
+    ids = torch.tensor([list(prompt)], device=backbone.device)
+    output = backbone.model.generate(  # pyright: ignore
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=length,
+        do_sample=False,
+        eos_token_id=sorted(backbone.end_ids),
+        pad_token_id=0,
+        suppress_tokens=list(range(backbone.valid_ids, backbone.vocab_size)) or None,  # padding
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def _compare(
+    name: str,
+    method: Method,
+    backbone: Backbone,
+    prompts: Sequence[list[int]],
+    truth: Sequence[list[int]],
+    options: argparse.Namespace,
+) -> Found:
+    gap = gap_of(backbone, {str(row): prompt for row, prompt in enumerate(prompts)})
+    gaps, differing, tokens, steps = [], 0, 0, 0
+    for start in range(0, len(prompts), options.batch_size):
+        rows = range(start, min(start + options.batch_size, len(prompts)))
+        answers = generate_batch(
+            method,
+            [prompts[row] for row in rows],
+            max_new_tokens=options.max_new_tokens,
+            end_ids=backbone.end_ids,
+        )
+        for row, answer in zip(rows, answers, strict=True):
+            tokens += len(answer.ids) - 1
+            steps += answer.steps
+            place = first_difference(answer.ids, truth[row])
+            if place is not None:
+                differing += 1
+                pair = answer.ids[place : place + 1] + truth[row][place : place + 1]
+                gaps.append(gap(str(row), truth[row][:place], *pair) if len(pair) == 2 else 1e9)
+    return Found(name=name, differing=differing, gaps=gaps, tokens_per_step=tokens / max(steps, 1))
+
+
+def _print(found: Sequence[Found], backbone: Backbone, options: argparse.Namespace) -> None:
+    table = Table(
+        title=f"{backbone.name}, {options.dtype}, {backbone.device}: "
+        f"{options.prompts} prompts, {options.max_new_tokens} tokens",
+        caption=f"gaps in spacings of {options.dtype}; up to {NEAR:g} is a near-tie",
+    )
+    table.add_column("method", no_wrap=True)
+    for column in ("tokens per step", "differing answers", "largest gap"):
+        table.add_column(column, justify="right")
+    for each in found:
+        largest = f"{max(each.gaps):.2f}" if each.gaps else ""
+        table.add_row(each.name, f"{each.tokens_per_step:.2f}", str(each.differing), largest)
+    Console().print(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--heads", type=Path, metavar="DIR", help="trained heads; none: random only"
+    )
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="as model.name of a recipe")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=10, help="rows at once; 1 for one by one")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
