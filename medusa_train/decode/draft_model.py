@@ -74,14 +74,17 @@ class DraftModel(Method):
         guesses = torch.empty((len(tokens), 0), dtype=torch.long, device=self.device)
         laws: list[Tensor] = []
         for _ in range(count):
-            hidden = reader.read(ids, chain_tree(ids.shape[1] - 1))[:, -1:]
+            hidden = reader.read(ids.clamp(min=0), chain_tree(ids.shape[1] - 1))[:, -1:]
             reader.cache.commit([range(ids.shape[1])] * len(tokens))
             ids = self._next(hidden, guesses, laws)
             guesses = torch.cat([guesses, ids], dim=1)
         return self._limited(guesses, laws)
 
     def _next(self, hidden: Tensor, guesses: Tensor, laws: list[Tensor]) -> Tensor:
-        """The guess after a hidden state, [B, 1]; its law joins `laws` if it is drawn."""
+        """The guess after a hidden state, [B, 1]; its law joins `laws` if it is drawn.
+
+        There is none where all ids of a reduced vocabulary are held back at this place.
+        """
         chooser = self._chooser
         if chooser.takes_best:
             return self._draft.best(hidden)
@@ -90,8 +93,10 @@ class DraftModel(Method):
         trail = guesses.unsqueeze(1)
         if chooser.sampling.greedy:
             return chooser.choose(logits, trail, depth)
-        laws.append(chooser.laws(logits, trail, depth))
-        return draw(laws[-1], chooser.numbers(GUESS, depth))
+        law = chooser.laws(logits, trail, depth).nan_to_num(0.0)
+        laws.append(law)
+        guess = draw(law, chooser.numbers(GUESS, depth))
+        return guess.masked_fill(law.sum(dim=-1) == 0, NO_TOKEN)
 
     def _limited(self, guesses: Tensor, laws: Sequence[Tensor]) -> Guesses:
         """Leave out what goes beyond the limit of a row."""
