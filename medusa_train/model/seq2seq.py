@@ -71,9 +71,8 @@ class Seq2SeqModel(LanguageModel):
                 f"{name}: no decoder_start_token_id in its configuration, so it is unknown how an "
                 "answer begins; T5 has its padding id there"
             )
-        super().__init__(
-            model.get_decoder(), model.get_output_embeddings(), valid_ids=len(tokenizer)
-        )
+        lm_head: Any = model.get_output_embeddings()
+        super().__init__(model.get_decoder(), lm_head, valid_ids=len(tokenizer))
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
@@ -83,6 +82,7 @@ class Seq2SeqModel(LanguageModel):
         self._scale = self.hidden_size**-0.5 if scaled else 1.0
         twin: Any = self._decoder
         twin.config._attn_implementation = NAME
+        # Else it would compute a bias for every forward, which `biased_sdpa` does not use
         twin.block[0].layer[0].SelfAttention.has_relative_attention_bias = False
         _check_logits(model, self, name)
 
@@ -209,7 +209,7 @@ def biased_sdpa(
         attention_mask: additive, [B or 1, H or 1, T or 1, S].
         dropout: none, when decoding.
         scaling: of the scores.
-        kwargs: as there; a position bias among them is zero.
+        kwargs: as there; a position bias among them is not added again.
     """
     attended = nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling
