@@ -138,8 +138,9 @@ def _zero_conflicts(file: dict[str, Any]) -> Iterator[str]:
     if not isinstance(zero, dict):
         yield f"zero_optimization: {_shown(zero)} in the file, expected a section with a stage"
         return
-    for key in sorted(zero.keys() & _OUTDATED.keys()):
-        yield f"zero_optimization.{key}: outdated: write {_OUTDATED[key]} instead"
+    for key, new in _OUTDATED.items():
+        if key in zero:
+            yield f"zero_optimization.{key}: outdated: write {new} instead"
     if _at(file, "zero_optimization.compute_grad_norm", True) is not True:
         yield "zero_optimization.compute_grad_norm: it guards against a bad gradient: remove it"
     stage = _at(file, "zero_optimization.stage", None)

@@ -214,12 +214,12 @@ def _differences(old: Any, new: Any, key: str = "") -> list[str]:
     if old == new:
         return []
     section, _, stage = key.partition(".")
-    if section == "builds_on":
+    if section == "builds_on" and stage:
         return [_other_stage(stage, was=old, now=new)]
     return [f"{key}: {json.dumps(old)} there, {json.dumps(new)} now"]
 
 
-def _other_stage(stage: str, *, was: str | None, now: str | None) -> str:
+def _other_stage(stage: str, *, was: Any, now: Any) -> str:
     """Of a stage that this one builds on: the fingerprint then and now, in words."""
     if was is None:
         return f"{stage} was no part of the run then; now what it leaves would be used here"

@@ -42,6 +42,18 @@ def test_other_settings_are_refused_with_every_difference(tmp_path):
     assert "optim.a" not in message
 
 
+def test_settings_that_were_cut_out_are_told_of_as_they_are(tmp_path):
+    made = stage(tmp_path, builds_on={"distill": "0"})
+    made.open()
+    made.finish({})
+    path = made.folder / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), "settings": {}}))
+    with pytest.raises(CheckpointError) as caught:
+        made.open()
+    assert 'builds_on: null there, {"distill": "0"} now' in str(caught.value)
+    assert "lr: null there, 1 now" in str(caught.value)
+
+
 def test_a_start_that_left_only_records_may_be_made_again_otherwise(tmp_path):
     made = stage(tmp_path)
     made.open()
