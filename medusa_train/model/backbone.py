@@ -5,7 +5,7 @@ import io
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,8 +79,19 @@ class Backbone(LanguageModel):
     def encode_prompt(self, text: str, system: str | None) -> list[int]:
         """Token ids of one user turn, ready for the answer to begin.
 
-        The template is rendered to text and tokenised once without special tokens, so that a
-        begin-of-text token in the template is not doubled.
+        Raises:
+            ModelError: if the tokenizer has no chat template, or it refuses the turns.
+        """
+        turns = [{"role": "user", "content": text}]
+        if system is not None:
+            turns.insert(0, {"role": "system", "content": system})
+        return self.tokenise(self.render(turns))
+
+    def render(self, turns: Sequence[Mapping[str, str]]) -> str:
+        """What the chat template makes of turns, up to where the next answer begins.
+
+        Args:
+            turns: each with a `role` and its `content`.
 
         Raises:
             ModelError: if the tokenizer has no chat template, or it refuses the turns.
@@ -90,15 +101,15 @@ class Backbone(LanguageModel):
                 f"{self.name}: the tokenizer has no chat template, so it is unknown how a prompt "
                 "is put; use an instruction-tuned model, or save a chat_template with it"
             )
-        turns = [{"role": "user", "content": text}]
-        if system is not None:
-            turns.insert(0, {"role": "system", "content": system})
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True
+            return self.tokenizer.apply_chat_template(  # pyright: ignore
+                [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # templates raise whatever they like
             raise ModelError(f"{self.name}: the chat template refuses a prompt: {error}") from error
+
+    def tokenise(self, rendered: str) -> list[int]:
+        """Token ids of rendered turns; without special tokens, which the template has put in."""
         return self.tokenizer(rendered, add_special_tokens=False)["input_ids"]  # pyright: ignore
 
     def decode(self, ids: list[int]) -> str:
