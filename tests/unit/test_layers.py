@@ -18,7 +18,7 @@ ORDER = (
     ("data", "decode"),
     ("distill", "train", "evaluate"),
     ("layout",),
-    ("pipeline",),
+    ("pipeline", "chat"),
     ("__main__",),
 )
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
