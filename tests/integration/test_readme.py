@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from chat_case import SAID, piped_chat, save_run
 from command_case import manifest, run_command
 from integration.test_launch import LAUNCHERS
 
@@ -104,6 +105,19 @@ def runs_the_recipe_shown_above(command: str, cwd: Path) -> None:
     assert settings["heads"]["num_heads"] == yaml.safe_load(recipe)["heads"]["num_heads"]
 
 
+def answers_what_stands_in_the_pipe(command: str, cwd: Path) -> None:
+    run = save_run(cwd)
+    (cwd / "outputs").mkdir()
+    run.rename(cwd / "outputs" / "quickstart")
+
+    program, _, module, *arguments = shlex.split(command)
+    assert [program, module] == ["python", "medusa_train.chat"]
+    done = piped_chat(cwd, "Why?\n", *arguments)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{SAID}\n"
+
+
 def runs_with_the_backbone_in_training(command: str, cwd: Path) -> None:
     run_python(command, cwd)
 
@@ -133,6 +147,7 @@ EXECUTED: dict[str, Callable[[str, Path], None]] = {
     "python -m medusa_train --config-dir my_configs +recipe=mine": runs_the_recipe_shown_above,
     "python -m medusa_train +recipe=smoke 'stages=[distill,medusa1,medusa2,evaluate]' "
     "run_name=joint": runs_with_the_backbone_in_training,
+    "python -m medusa_train.chat outputs/quickstart": answers_what_stands_in_the_pipe,
     "deepspeed --num_gpus 2 --module medusa_train +recipe=smoke": is_run_by_the_launch_test,
     "torchrun --standalone --nproc_per_node 2 -m medusa_train +recipe=smoke": (
         is_run_by_the_launch_test
