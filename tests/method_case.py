@@ -34,7 +34,7 @@ def make_method(
         backbone: the target.
         texts: prompts with their answers, which heads and lookup guess from.
         noise: in the weights of the draft; 0 is always right.
-        right: whether all heads put the true token first.
+        right: whether heads and lookup are always right.
     """
     match name:
         case "plain":
@@ -45,9 +45,14 @@ def make_method(
             return DraftModel(backbone, noisy_draft(backbone, noise), gamma=4, adaptive=True)
         case "lookup":
             method = ToldLookup(backbone, gamma=4)
-            method.told = texts
+            method.told = texts if right else [_misread(text) for text in texts]
             return method
     ranks = mixed_ranks(max(map(len, texts)))
     heads = OracleHeads(backbone, texts[0], ranks * (not right), *texts[1:])
     tree = make_tree(TREES["chain" if right else "deep"])
     return Medusa(backbone, heads, tree)  # pyright: ignore
+
+
+def _misread(text: Sequence[int]) -> list[int]:
+    """Every seventh token is another one; where, depends on the first."""
+    return [token if (i + text[0]) % 7 else (token + 1) % 256 for i, token in enumerate(text)]
