@@ -12,11 +12,16 @@ from decoding_case import (
 )
 from method_case import METHODS, make_method
 
-from medusa_train.decode import generate
+from medusa_train.decode import StopStrings, generate
 from medusa_train.errors import DataError
 
 LENGTH = 24
 every_method = pytest.mark.parametrize("name", METHODS)
+
+
+def latin(ids):
+    """One character a token."""
+    return "".join(map(chr, ids))
 
 
 class Case:
@@ -84,6 +89,26 @@ def test_the_first_of_several_end_ids_decides(case, name):
     first = min(case.truth.index(token) for token in ends)
     found = case.answer(name, end_ids=ends).ids
     assert found == case.truth[: first + 1] == case.expected(end_ids=ends)
+
+
+@every_method
+@pytest.mark.parametrize("size", [1, 2, 5, 7])
+def test_a_stop_string_at_every_place_of_a_block(case, name, size):
+    """Of as many tokens as that, so that longer ones begin in one block and end in another."""
+    method = case.method(name)
+    for begin in range(12):
+        string = latin(case.truth[begin : begin + size])
+        end = latin(case.truth).index(string) + size
+        found = generate(
+            method,
+            case.prompt,
+            max_new_tokens=LENGTH,
+            end_ids=(),
+            stop=StopStrings([string], latin),
+        )
+        assert found.ids == case.truth[:end]
+        assert found.finish_reason == "stop"
+        assert sum(found.accepted) + found.steps + 1 == end
 
 
 @every_method

@@ -1,6 +1,8 @@
 import pytest
 
-from medusa_train.decode.stopping import cut_block
+from medusa_train.decode.stopping import StopStrings, cut_block
+from medusa_train.errors import DataError
+from medusa_train.model.tiny import byte_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -37,3 +39,73 @@ def test_an_end_id_in_the_last_place_counts_as_stop():
 
 def test_an_end_id_behind_the_room_does_not_count():
     assert cut_block([3, 4, 2], room=2, end_ids={2}) == ([3, 4], "length")
+
+
+# Stop strings. Tokens of this vocabulary hold more than one character
+
+PIECES = ["Hel", "lo", " wor", "ld", "!", "\n", "\nUs", "er:", " x"]
+
+
+def spell(ids):
+    return "".join(PIECES[i] for i in ids)
+
+
+def cut(block, *strings, before=(), room=99, end_ids=()):
+    stop = StopStrings(strings, spell)
+    return cut_block(block, room=room, end_ids=end_ids, before=before, stop=stop)
+
+
+@pytest.mark.parametrize(
+    ("string", "before", "block", "kept"),
+    [
+        ("lo", [], [0, 1, 2, 3], [0, 1]),  # a token
+        ("o w", [], [0, 1, 2, 3], [0, 1, 2]),  # over a border in the middle of a block
+        ("o w", [0, 1], [2, 3], [2]),  # over the border of two blocks
+        ("Hello world!", [0, 1, 2], [3, 4, 8], [3, 4]),
+        ("\nUser:", [4], [6, 7, 8], [6, 7]),
+        ("\nUser:", [4, 6], [7, 8], [7]),
+        ("r", [], [0, 2, 6], [0, 2]),
+        ("H", [], [0, 1], [0]),
+        ("!", [], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]),
+    ],
+)
+def test_the_token_that_completes_a_string_is_the_last(string, before, block, kept):
+    assert cut(block, string, before=before) == (kept, "stop")
+
+
+def test_the_first_of_all_ends_decides():
+    assert cut([0, 1, 2, 3], "world", "lo") == ([0, 1], "stop")
+    assert cut([0, 1, 2, 3], "world", end_ids={2}) == ([0, 1, 2], "stop")
+    assert cut([0, 1, 2, 3], "world", room=3) == ([0, 1, 2], "length")
+    assert cut([0, 1, 2, 3], "world", room=4) == ([0, 1, 2, 3], "stop")
+
+
+def test_what_is_no_stop_string():
+    assert cut([0, 1, 2, 3], "World", "ow") == ([0, 1, 2, 3], None)
+    assert cut([6], "\nUser:", before=[]) == ([6], None)
+    assert cut([1, 2]) == ([1, 2], None)
+
+
+@pytest.mark.parametrize("length", [1, 7, 40])
+def test_a_string_of_many_short_tokens_far_into_the_answer(length):
+    string = "!" + "\n" * length
+    block = [*[0, 1] * 50, 4, *[5] * 60]
+    assert cut(block, string, room=999) == (block[: 101 + length], "stop")
+
+
+@pytest.mark.parametrize("character", ["e", "é", "€", "🙂"])
+def test_a_character_of_several_bytes_is_complete_with_the_last_of_them(character):
+    """A token is a byte here, and no text until then."""
+    tokenizer = byte_tokenizer()
+    block = tokenizer(f"caf{character} au lait")["input_ids"]
+    size = len(character.encode())
+    for string in (character, f"f{character}", f"caf{character}"):
+        kept, _ = cut_block(
+            block, room=99, end_ids=(), stop=StopStrings([string], tokenizer.decode)
+        )
+        assert kept == block[: 3 + size]
+
+
+def test_an_empty_string_is_refused():
+    with pytest.raises(DataError, match="a stop string is empty, which every answer holds"):
+        StopStrings(["", "x"], spell)
