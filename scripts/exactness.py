@@ -80,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = []
     for name, method in methods(backbone, options.heads):
         found.append(_compare(name, method, backbone, ids, truth, options))
+        print(f"{name}: {found[-1].differing} answers differ", file=sys.stderr)
     _print(found, backbone, options)
     return int(not all(gap <= NEAR for each in found for gap in each.gaps))
 
