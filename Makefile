@@ -50,5 +50,5 @@ wheel: setup ## build dist/medusa_train-*.whl and the source distribution
 
 .PHONY: clean
 clean: ## remove .venv, dist and caches; runs under outputs/ stay
-	rm -rf .venv dist build .pytest_cache .ruff_cache
+	rm -rf .venv dist build .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
