@@ -1,4 +1,4 @@
-"""`scripts/exactness.py` goes through every method, and its status says whether answers are equal."""
+"""`scripts/exactness.py` goes through every method; its status says whether answers are equal."""
 
 import os
 import subprocess
