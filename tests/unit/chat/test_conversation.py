@@ -94,9 +94,11 @@ def test_a_full_context_is_refused_and_the_conversation_stays(backbone):
     conversation = Conversation(small, None)
     conversation.note(conversation.ask("Why?"), small.tokenise("Because."))
     turns = list(conversation.turns)
+    room = 100 - len(conversation.ask("").ids)  # each letter is a token
 
-    with pytest.raises(DataError, match=r"would have 1\d\d tokens.* context of 100 .*/reset"):
-        conversation.ask("x" * 60)
+    assert len(conversation.ask("x" * (room - 1)).ids) == 99
+    with pytest.raises(DataError, match=r"would have 100 tokens.* context of 100 .*/reset"):
+        conversation.ask("x" * room)
     assert conversation.turns == turns
 
 
