@@ -175,13 +175,20 @@ class OracleHeads:
     """
 
     token_map = None
-    shape = SimpleNamespace(lm_head="own")
 
     def __init__(
         self, backbone: Backbone, text: Sequence[int], ranks: Tensor, *more: Sequence[int]
     ) -> None:
         """Know whole texts; `ranks` [T, K] says where head k puts token t + k + 2 of each."""
         self._vocab, self._valid = backbone.vocab_size, backbone.valid_ids
+        self.dtype, self.device = backbone.dtype, backbone.device
+        self.shape = SimpleNamespace(
+            num_heads=DEPTH,
+            lm_head="own",
+            hidden_size=backbone.hidden_size,
+            vocab_size=backbone.vocab_size,
+            head_vocab_size=backbone.vocab_size,
+        )
         states, truths, places = [], [], []
         for known in (text, *more):
             ids = torch.tensor([list(known)], device=backbone.device)

@@ -47,6 +47,11 @@ class DecodeCache(Cache):
         self._values: list[Tensor] = []
 
     @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.lengths)
+
+    @property
     def longest(self) -> int:
         """Certain tokens of the longest row."""
         return max(self.lengths)
@@ -93,6 +98,10 @@ class DecodeCache(Cache):
         self.lengths = [
             max(0, min(old, new)) for old, new in zip(self.lengths, lengths, strict=True)
         ]
+
+    def restart(self) -> None:
+        """Begin anew in the same storage."""
+        self.lengths = [0] * self.rows
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
@@ -148,7 +157,11 @@ class DecodeCache(Cache):
         shape = (layers, rows, heads, self.capacity, size)
         # Zeros: masks hide places that nobody has written yet, as in rows shorter than others, but
         # fresh memory may hold NaN, and a weight of zero does not take that out of a sum
-        return [states.new_zeros(shape) for _ in range(groups)]
+        made = [states.new_zeros(shape) for _ in range(groups)]
+        if self._static:
+            for stored in made:
+                torch._dynamo.mark_static_address(stored)
+        return made
 
     def _of_layer(self, stored: list[Tensor], layer: int) -> Tensor:
         return stored[layer][0] if self._static else stored[0][layer]

@@ -47,7 +47,8 @@ class Chooser:
         self.sampling = sampling
         self._device, self._length, self._vocab_size = device, length, vocab_size
         self._emitted = [0] * len(prompts)
-        self._end_ids = torch.tensor(sorted(end_ids), dtype=torch.long, device=device)
+        ends = [i for i in sorted(end_ids) if 0 <= i < vocab_size]
+        self._end_ids = torch.tensor(ends, dtype=torch.long, device=device)
         banned = [i for i in sampling.banned_ids if i < vocab_size]
         self._banned = torch.tensor(banned, dtype=torch.long, device=device)
         self._numbers = None if sampling.greedy else _numbers(seeds, length).to(device)

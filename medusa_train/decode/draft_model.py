@@ -39,7 +39,8 @@ class DraftModel(Method):
 
         Args:
             model: the target.
-            draft: of the same tokenizer.
+            draft: of the same tokenizer. Where one of the two has further ids at the end, such as
+                padding or added tokens, the draft never guesses them.
             gamma: guesses of a step, or of the first one if `adaptive`.
             adaptive: in each row two more after a step whose guesses were all accepted, else one
                 less, from 1 to `MOST`; every answer starts again from `gamma`.
@@ -61,7 +62,11 @@ class DraftModel(Method):
         # Each step begins with a row's last two tokens: the draft has read one of them at most
         read = [self._draft.decoder_prompt(prompt) for prompt in prompts]
         capacity = max(map(len, read)) + room + self._most_nodes
-        self._draft_reader.prefill(prompts, capacity=capacity, held_back=1)
+        self._draft_reader.prefill(
+            [[self._readable(token) for token in prompt] for prompt in prompts],
+            capacity=capacity,
+            held_back=1,
+        )
         self._before = [prompt[-1] for prompt in read]  # the token before the newest
         self._limits = [self.gamma] * len(prompts)  # guesses of the next step
 
@@ -74,7 +79,8 @@ class DraftModel(Method):
         guesses = torch.empty((len(tokens), 0), dtype=torch.long, device=self.device)
         laws: list[Tensor] = []
         for _ in range(count):
-            hidden = reader.read(ids.clamp(min=0), chain_tree(ids.shape[1] - 1))[:, -1:]
+            ids = ids.clamp(min=0, max=self._draft.readable_ids - 1)
+            hidden = reader.read(ids, chain_tree(ids.shape[1] - 1))[:, -1:]
             reader.cache.commit([range(ids.shape[1])] * len(tokens))
             ids = self._next(hidden, guesses, laws)
             guesses = torch.cat([guesses, ids], dim=1)
@@ -87,7 +93,8 @@ class DraftModel(Method):
         """
         chooser = self._chooser
         if chooser.takes_best:
-            return self._draft.best(hidden)
+            guess = self._draft.best(hidden)
+            return guess.masked_fill(guess >= self.model.valid_ids, NO_TOKEN)
         depth = torch.tensor([guesses.shape[1]], device=self.device)
         logits = self._draft.logits_over(hidden, self.model.vocab_size)
         trail = guesses.unsqueeze(1)
@@ -97,6 +104,10 @@ class DraftModel(Method):
         laws.append(law)
         guess = draw(law, chooser.numbers(GUESS, depth))
         return guess.masked_fill(law.sum(dim=-1) == 0, NO_TOKEN)
+
+    def _readable(self, token: int) -> int:
+        """Another in place of one that the target has and the draft has not, such as a role."""
+        return min(token, self._draft.readable_ids - 1)
 
     def _limited(self, guesses: Tensor, laws: Sequence[Tensor]) -> Guesses:
         """Leave out what goes beyond the limit of a row."""

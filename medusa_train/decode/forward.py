@@ -58,7 +58,11 @@ class Block:
         """Additive masks of the first `size` keys behind certain tokens, [B or 1, H, N, S]."""
         if len(set(lengths)) == 1:
             start = self.capacity - lengths[0]
-            cut = {kind: mask[..., start : start + size] for kind, mask in self._masks.items()}
+            # Attention on a GPU may want its mask to begin at an even address: a copy does
+            cut = {
+                kind: mask[..., start : start + size].contiguous()
+                for kind, mask in self._masks.items()
+            }
             masks = {kind: mask.unsqueeze(0) for kind, mask in cut.items()}
         else:
             starts = self.capacity - torch.tensor(lengths, device=self._depth.device)
@@ -102,7 +106,10 @@ class Reader:
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
         layers = self.model.config.num_hidden_layers
-        self.cache = DecodeCache(layers, capacity, rows=len(prompts), static=self._compiled)
+        if self._compiled and (self.cache.capacity, self.cache.rows) == (capacity, len(prompts)):
+            self.cache.restart()  # a compiler's graphs belong to its storage
+        else:
+            self.cache = DecodeCache(layers, capacity, rows=len(prompts), static=self._compiled)
         self.cache.source = source
         self._blocks.clear()
         device = self.model.device

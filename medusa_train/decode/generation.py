@@ -26,7 +26,9 @@ class Part:
     """What one step adds to an answer."""
 
     tokens: list[int]
-    accepted: int | None  # drafts among them and those behind the cap; None of the prefill
+    # What the step emitted less one: all up to an end of the answer, and also what the cap has cut
+    # off; None of the prefill
+    accepted: int | None
     finish_reason: FinishReason | None  # of the answer, if it ends here
     seconds: float  # since the run began
 
@@ -72,7 +74,8 @@ def generate(
         stop: strings that end the answer.
 
     Raises:
-        DataError: if the prompt is empty or leaves no room in the context.
+        DataError: if the prompt is empty, has an id that the model cannot read or leaves no room
+            in the context; or if no id may be said.
     """
     (found,) = generate_batch(
         method,
@@ -103,11 +106,12 @@ def generate_batch(
         max_new_tokens: as `generate`.
         end_ids: as `generate`.
         sampling: as `generate`.
-        seeds: of each row; None for that of `sampling` in all.
+        seeds: of each row; None for that of `sampling` in all, with which a prompt that stands
+            twice gets the same answer twice.
         stop: as `generate`.
 
     Raises:
-        DataError: as `generate`.
+        DataError: as `generate`, and if there are not as many seeds as prompts.
     """
     parts: list[list[Part]] = [[] for _ in prompts]
     run = _run(method, prompts, max_new_tokens, end_ids, sampling, seeds, stop)
@@ -125,7 +129,11 @@ def stream(
     sampling: Sampling = GREEDY,
     stop: StopStrings | None = None,
 ) -> Iterator[Part]:
-    """As `generate`, step by step. It may be abandoned at any time."""
+    """As `generate`, step by step. It may be abandoned at any time.
+
+    Raises:
+        DataError: as `generate`; and if the method has begun another answer meanwhile.
+    """
     for _, part in _run(method, [prompt], max_new_tokens, end_ids, sampling, None, stop):
         yield part
 
@@ -168,6 +176,7 @@ def _run(
     """Each row's parts, step by step."""
     read = [method.model.decoder_prompt(prompt) for prompt in prompts]
     rooms = [answer_room(len(p), max_new_tokens, method.max_positions) for p in read]
+    _check(method, prompts, sampling, seeds)
     if max_new_tokens == 0 or not prompts:
         return
     chooser = Chooser(
@@ -182,7 +191,7 @@ def _run(
     begin = clock(method.device)
     rows, answers = list(range(len(prompts))), [[] for _ in prompts]
     blocks = [[t] for t in method.start(prompts, room=max(rooms), chooser=chooser)]
-    prefilled = False
+    prefilled, run = False, method.run
     while rows:
         now, going = clock(method.device) - begin, []
         for place, (row, block) in enumerate(zip(rows, blocks, strict=True)):
@@ -196,11 +205,37 @@ def _run(
             yield row, Part(tokens=kept, accepted=accepted, finish_reason=reason, seconds=now)
             if reason is None:
                 going.append(place)
+        if going and method.run != run:
+            raise DataError(
+                f"{method.name} has begun another answer before this one was done: make a method "
+                "for each stream"
+            )
         if 0 < len(going) < len(rows):
             method.keep(going)
         rows, prefilled = [rows[place] for place in going], True
         if rows:
             blocks = method.step([answers[row][-1] for row in rows])
+
+
+def _check(
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    seeds: Sequence[int] | None,
+) -> None:
+    """Refuse what would fail on the way."""
+    if seeds is not None and len(seeds) != len(prompts):
+        raise DataError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one for each")
+    model = method.model
+    for row, prompt in enumerate(prompts):
+        wrong = next((i for i in prompt if not 0 <= i < model.readable_ids), None)
+        if wrong is not None:
+            raise DataError(
+                f"prompt {row} has the id {wrong}; the model reads 0 to {model.readable_ids - 1}"
+            )
+    banned = {i for i in sampling.banned_ids if i < model.valid_ids}
+    if len(banned) == model.valid_ids:
+        raise DataError("banned_ids holds every id that the model can say; leave some out")
 
 
 def _joined(parts: Sequence[Part]) -> Generation:

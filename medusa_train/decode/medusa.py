@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.decode.method import Guesses, Method, blocks_of
+from medusa_train.errors import ModelError
 from medusa_train.model.heads import MedusaHeads
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.ops.accept import DELTA, EPSILON, longest_path, typical
@@ -48,7 +49,11 @@ class Medusa(Method):
                 laying out the heads' weights for decoding again costs a copy of them.
             typical: accept what is likely enough instead of what plain decoding would say.
             compiled: run forwards through `torch.compile`.
+
+        Raises:
+            ModelError: if heads do not fit the model, or the tree not the heads.
         """
+        _check(model, heads, tree)
         super().__init__(model, compiled=compiled)
         ranks = tree.ranks_by_depth
         self.name = "medusa" if typical is None else "medusa/typical"
@@ -85,6 +90,27 @@ class Medusa(Method):
         rows = zip(passed.tolist(), scores.tolist(), strict=True)
         paths = [longest_path(tree.parent, *row) for row in rows]
         return paths, blocks_of(paths, tokens, following)
+
+
+def _check(model: LanguageModel, heads: MedusaHeads, tree: Tree) -> None:
+    shape, ranks = heads.shape, tree.ranks_by_depth
+    rules = (
+        (shape.hidden_size, model.hidden_size, "heads for hidden size {}, the model has {}"),
+        (shape.vocab_size, model.vocab_size, "heads for a vocabulary of {}, the model has {}"),
+        (heads.dtype, model.dtype, "heads in {}, the model is in {}: use heads.to(model.dtype)"),
+        (heads.device, model.device, "heads on {}, the model is on {}: use heads.to(model.device)"),
+    )
+    for found, expected, text in rules:
+        if found != expected:
+            raise ModelError(text.format(found, expected))
+    if len(ranks) > shape.num_heads:
+        raise ModelError(
+            f"a tree {len(ranks)} deep needs as many heads, there are {shape.num_heads}"
+        )
+    if ranks and max(ranks) > shape.head_vocab_size:
+        raise ModelError(
+            f"the tree asks a head for {max(ranks)} tokens, each has {shape.head_vocab_size}"
+        )
 
 
 class HeadGuesses:

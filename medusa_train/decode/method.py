@@ -41,7 +41,9 @@ class Method(ABC):
     def __init__(self, model: LanguageModel, *, compiled: bool = False) -> None:
         """Decode with `model`, through `torch.compile` if `compiled`."""
         self.model = model
+        self.run = 0  # counts calls of `start`
         self._reader = Reader(model, compiled=compiled)
+        self._layouts: dict[Tree, tuple[Tensor, Tensor]] = {}  # trails and depths on the device
 
     @property
     def device(self) -> torch.device:
@@ -64,6 +66,7 @@ class Method(ABC):
             room: memory is laid out for answers of so many tokens.
             chooser: how tokens follow from logits; None for greedy.
         """
+        self.run += 1
         self._chooser = chooser or self._greedy(prompts, room)
         read = max(len(self.model.decoder_prompt(prompt)) for prompt in prompts)
         capacity = read + room + self._most_nodes
@@ -149,9 +152,11 @@ class Method(ABC):
 
     def _lead(self, ids: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
         """Tokens between the root and what follows each node, [B, N, M]; how many, [N]."""
-        index = tree.trails.to(self.device)
-        trail = torch.where(index < 0, NO_TOKEN, ids[:, index.clamp(min=0)])
-        return trail, torch.tensor(tree.depth, device=self.device)
+        if tree not in self._layouts:
+            depth = torch.tensor(tree.depth, device=self.device)
+            self._layouts[tree] = tree.trails.to(self.device), depth
+        index, depth = self._layouts[tree]
+        return torch.where(index < 0, NO_TOKEN, ids[:, index.clamp(min=0)]), depth
 
     def _last_states(self, hidden: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         last = [path[-1] for path in paths]

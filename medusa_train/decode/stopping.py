@@ -15,8 +15,10 @@ class StopStrings:
         """Look for `strings` in what `decode` makes of an answer's last tokens.
 
         Raises:
-            DataError: if a string is empty.
+            DataError: if a string is empty, or one is given in place of a list.
         """
+        if isinstance(strings, str):
+            raise DataError(f"stop strings must be a list, got the string {strings!r}: use [...]")
         if any(not string for string in strings):
             raise DataError("a stop string is empty, which every answer holds; leave it out")
         self._strings, self._decode = tuple(strings), decode

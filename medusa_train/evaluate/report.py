@@ -269,13 +269,15 @@ def _exactness(results: Results) -> str:
     return " ".join(sentences)
 
 
-def _near_ties(gaps: Sequence[float]) -> str:
+def _near_ties(gaps: Sequence[float | None]) -> str:
     if not gaps:
         return ""
-    near = sum(gap <= NEAR for gap in gaps)
+    known = [gap for gap in gaps if gap is not None]
+    largest = f", at most {max(known):.1f}" if known else ""
+    ended = f"; {len(gaps) - len(known)} end too soon or too late" if len(known) < len(gaps) else ""
     return (
-        f"; at {near} of these {len(gaps)} places the two tokens' logits are within {NEAR:g} "
-        f"spacings of the dtype (at most {max(gaps):.1f}), a near-tie"
+        f"; at {sum(gap <= NEAR for gap in known)} of these {len(gaps)} places the two tokens' "
+        f"logits are a near-tie, within {NEAR:g} spacings of the dtype{largest}{ended}"
     )
 
 

@@ -286,9 +286,9 @@ def _exactness(measured: Measurements, plain: Measurements, gap: Gap) -> Exactne
         if place is not None:
             prompts.append(ours.prompt_id)
             positions.append(place)
-            # Where one answer merely ends, no two tokens compete
             both = place < min(len(one), len(other))
-            gaps.append(gap(ours.prompt_id, one[:place], one[place], other[place]) if both else 0.0)
+            pair = (one[place], other[place]) if both else None
+            gaps.append(gap(ours.prompt_id, one[:place], *pair) if pair else None)
     return Exactness(
         prompts=len(measured),
         identical=len(measured) - len(prompts),

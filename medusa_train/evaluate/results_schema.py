@@ -94,7 +94,8 @@ class Exactness(_Record):
     identical: int
     first_difference: list[int]
     differing_prompts: list[str]
-    gaps: list[float]  # of the target's logits of both tokens, in spacings of its dtype
+    # Of the target's logits of both tokens, in spacings of its dtype; null where one answer ends
+    gaps: list[float | None]
 
 
 @dataclass(frozen=True, kw_only=True)

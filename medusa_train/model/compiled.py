@@ -62,6 +62,9 @@ def compiled_rows(decoder: nn.Module) -> Callable[..., Any]:
     return forward
 
 
+SIZES = 256  # of blocks, batches and caches that one process may decode with
+
+
 def compile_for_decoding(decoder: nn.Module) -> Callable[..., Any]:
     """A decoder compiled for blocks of fixed sizes; on a GPU its launches become one graph.
 
@@ -73,4 +76,12 @@ def compile_for_decoding(decoder: nn.Module) -> Callable[..., Any]:
     """
     refuse_compile(device := next(decoder.parameters()).device, "decode.compile")
     mode = "reduce-overhead" if device.type == "cuda" else "default"
-    return torch.compile(decoder, dynamic=False, mode=mode)
+    run = torch.compile(decoder, dynamic=False, mode=mode)
+
+    def forward(**inputs: Any) -> Any:
+        # Beyond its limit the compiler would fall back to eager without a word
+        limits = {"recompile_limit": SIZES, "fail_on_recompile_limit_hit": True}
+        with torch._dynamo.config.patch(limits):
+            return run(**inputs)
+
+    return forward

@@ -152,6 +152,16 @@ class MedusaHeads(nn.Module):
     def __len__(self) -> int:
         return len(self.heads)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return next(self.parameters()).device
+
     def __getitem__(self, k: int) -> MedusaHead:
         return self.heads[k]  # pyright: ignore
 

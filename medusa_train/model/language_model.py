@@ -15,7 +15,7 @@ from medusa_train.errors import ModelError
 from medusa_train.model.attention import use_grouped_attention
 from medusa_train.model.compat import cache_argument
 from medusa_train.model.compiled import compile_for_decoding
-from medusa_train.model.packed import fast_twin
+from medusa_train.model.packed import fast_twin, plain_twin
 from medusa_train.ops.sample import best_ids
 
 
@@ -66,6 +66,11 @@ class LanguageModel:
         return self.lm_head.weight.dtype  # pyright: ignore
 
     @property
+    def readable_ids(self) -> int:
+        """Ids below this have an embedding."""
+        return int(self.decoder.get_input_embeddings().weight.shape[0])  # pyright: ignore
+
+    @property
     def max_positions(self) -> int:
         """The longest context, prompt and answer together."""
         return int(getattr(self.config, "max_position_embeddings", 2**31))
@@ -102,7 +107,10 @@ class LanguageModel:
 
     @cached_property
     def _compiled_decoder(self) -> Callable[..., Any]:
-        return compile_for_decoding(self.decoder)
+        # Not the fast twin: the compiler cannot see into rearranged weights
+        twin = plain_twin(self.decoder)
+        use_grouped_attention(twin)  # pyright: ignore
+        return compile_for_decoding(twin)
 
     def hidden_states(self, ids: Tensor, attend: Tensor) -> Tensor:
         """Final-norm hidden states of right-padded rows, without a cache, [B, T] -> [B, T, D]."""

@@ -104,7 +104,7 @@ def draw(law: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         Ids, [...].
     """
-    total = law.cumsum(dim=-1)
+    total = law.double().cumsum(dim=-1)  # sums that never fall: no step without probability
     mass = total[..., -1:]
     share = uniform.unsqueeze(-1).to(total.dtype) * mass
     place = torch.searchsorted(total, share, right=True)

@@ -218,7 +218,7 @@ def test_exactness_tells_number_and_places():
     assert (
         "Medusa, 8 nodes: 10 of 12 answers are identical to plain decoding's; "
         "2 differ, first at token 3, 7 (from 0); at 2 of these 2 places the two tokens' logits are "
-        "within 4 spacings of the dtype (at most 1.5), a near-tie."
+        "a near-tie, within 4 spacings of the dtype, at most 1.5."
     ) in text
     assert "draft model, gamma 3: 12 of 12 answers are identical to plain decoding's." in text
     assert "bfloat16" in text

@@ -154,7 +154,7 @@ def test_exactness_lists_the_differing_answers():
     assert draft.exactness.first_difference == [2, 2]
     assert draft.exactness.differing_prompts == ["p0", "p1"]
     # The second answer merely ends sooner
-    assert draft.exactness.gaps == [100 * 9 + 3 + 0.2, 0.0]
+    assert draft.exactness.gaps == [100 * 9 + 3 + 0.2, None]
     assert "0 of 2 answers identical" in draft.verification
     medusa = results.methods.medusa
     assert (medusa.exactness.identical, medusa.exactness.first_difference) == (2, [])
