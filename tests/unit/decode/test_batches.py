@@ -143,6 +143,11 @@ def test_without_seeds_all_rows_have_that_of_the_settings(tiny):
     assert [answer.ids for answer in found] == [alone.ids] * 3
 
 
+def test_there_is_a_seed_for_each_row_or_none(tiny):
+    with pytest.raises(DataError, match="2 seeds for 3 prompts; give one for each"):
+        generate_batch(Plain(tiny), PROMPTS[:3], max_new_tokens=8, end_ids=(), seeds=[1, 2])
+
+
 @every_method
 def test_one_row_none_and_no_tokens(tiny, name):
     truth = transformers_greedy(tiny, PROMPTS[2], 9)

@@ -5,6 +5,7 @@ from medusa_train.decode.cache import DecodeCache
 from medusa_train.errors import ModelError
 
 LAYERS, HEADS, SIZE = 2, 3, 4
+either_storage = pytest.mark.parametrize("static", [False, True])
 
 
 def states(tokens, *, layer=0, rows=1):
@@ -58,6 +59,7 @@ def test_lengths_after_partial_acceptance():
     assert cache.get_mask_sizes(3) == (23, 0)
 
 
+@either_storage
 @pytest.mark.parametrize(
     ("keep", "left"),
     [
@@ -67,8 +69,8 @@ def test_lengths_after_partial_acceptance():
         ([], [1, 2]),
     ],
 )
-def test_kept_tokens_move_together_in_every_layer(keep, left):
-    cache = DecodeCache(LAYERS, 20)
+def test_kept_tokens_move_together_in_every_layer(static, keep, left):
+    cache = DecodeCache(LAYERS, 20, static=static)
     feed(cache, [1, 2])
     cache.commit([[0, 1]])
     keys, values = feed(cache, [10, 11, 12, 13, 14, 15])
@@ -78,8 +80,9 @@ def test_kept_tokens_move_together_in_every_layer(keep, left):
     assert certain(cache, 0) == certain(cache, 1) == left
 
 
-def test_every_row_keeps_its_own_tokens_at_its_own_place():
-    cache = DecodeCache(LAYERS, 20, rows=3)
+@either_storage
+def test_every_row_keeps_its_own_tokens_at_its_own_place(static):
+    cache = DecodeCache(LAYERS, 20, rows=3, static=static)
     feed(cache, [1, 2, 3], rows=3)
     cache.commit([[0, 1, 2], [0], [0, 1]])
     expected = [[1, 2, 3], [1], [1, 2]]
@@ -124,8 +127,9 @@ def test_rewind():
     assert certain(cache, 0) == certain(cache, 1) == [8]
 
 
-def test_rewind_of_each_row():
-    cache = DecodeCache(LAYERS, 20, rows=3)
+@either_storage
+def test_rewind_of_each_row(static):
+    cache = DecodeCache(LAYERS, 20, rows=3, static=static)
     feed(cache, [1, 2, 3, 4], rows=3)
     cache.commit([range(4)] * 3)
     cache.rewind([2, 9, 0])
@@ -135,8 +139,9 @@ def test_rewind_of_each_row():
     assert [certain(cache, 1, row) for row in range(3)] == [[1, 2, 8], [1, 2, 3, 4, 8], [8]]
 
 
-def test_storage_keeps_its_address():
-    cache = DecodeCache(LAYERS, 20)
+@either_storage
+def test_storage_keeps_its_address(static):
+    cache = DecodeCache(LAYERS, 20, static=static)
     address = feed(cache, [1, 2, 3])[0].data_ptr()
     cache.commit([[0, 2]])
     for tokens in ([5], [6, 7, 8]):
@@ -146,14 +151,25 @@ def test_storage_keeps_its_address():
     assert feed(cache, [9])[0].data_ptr() == address
 
 
-def test_a_forward_may_be_shown_all_places():
-    cache = DecodeCache(LAYERS, 20)
-    feed(cache, [1, 2, 3])
+def test_a_compiler_is_shown_all_places():
+    """Of its own forwards, whose shapes must not change; a prompt is read without it."""
+    cache = DecodeCache(LAYERS, 20, static=True)
+    assert feed(cache, [1, 2, 3])[0].shape[2] == 3
     cache.commit([range(3)])
-    cache.whole = True
     keys, _ = feed_ragged(cache, [5, 6])
     assert keys.shape[2] == 20
     assert (keys[0, 0, :5, 0] - 1000).tolist() == [1, 2, 3, 5, 6]
+
+
+def test_beginning_anew_keeps_the_storage():
+    cache = DecodeCache(LAYERS, 20, rows=2, static=True)
+    address = feed(cache, [1, 2, 3], rows=2)[0].data_ptr()
+    cache.commit([[0, 2], [0]])
+    cache.restart()
+    assert cache.lengths == [0, 0]
+    assert feed(cache, [7], rows=2)[0].data_ptr() == address
+    cache.commit([[0], [0]])
+    assert certain(cache, 0, 1) == certain(cache, 1, 1) == [7]
 
 
 def test_an_overflow_is_an_error():
@@ -173,8 +189,9 @@ def test_unequal_layers_are_refused():
         cache.update(keys[:, :1], values[:, :1], 1)
 
 
-def test_rows_that_leave():
-    cache = DecodeCache(LAYERS, 4, rows=3)
+@either_storage
+def test_rows_that_leave(static):
+    cache = DecodeCache(LAYERS, 4, rows=3, static=static)
     feed(cache, [1, 2], rows=3)
     cache.commit([[0, 1], [0], [0]])
     cache.keep_rows([0, 2])
@@ -184,8 +201,9 @@ def test_rows_that_leave():
     assert keys[1, 0, 0, 0] == 1201  # still that of the third row
 
 
-def test_one_row_becomes_many():
-    cache = DecodeCache(LAYERS, 4)
+@either_storage
+def test_one_row_becomes_many(static):
+    cache = DecodeCache(LAYERS, 4, static=static)
     feed(cache, [1, 2])
     cache.commit([range(2)])
     cache.repeat_rows(3)

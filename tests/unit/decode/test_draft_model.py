@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from decoding_case import (
@@ -9,7 +11,7 @@ from decoding_case import (
     transformers_greedy,
 )
 
-from medusa_train.decode import DraftModel
+from medusa_train.decode import DraftModel, Plain, Sampling, generate
 from medusa_train.decode.draft_model import next_limit
 from medusa_train.model.draft import cut_draft
 from medusa_train.model.language_model import LanguageModel
@@ -97,6 +99,39 @@ def test_padding_of_the_draft_is_never_guessed(tiny, truth):
     found = answer_of(DraftModel(tiny, draft, gamma=3), PROMPT, LENGTH)
     assert found.ids == truth[:LENGTH]
     assert set(found.accepted) == {3}
+
+
+def resized(tiny, rows):
+    """The target itself with so many rows in embeddings and LM head, those beyond it large."""
+    model = copy.deepcopy(tiny.model)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    model.lm_head.weight.data[259:] = 20 * model.lm_head.weight.data[: max(0, rows - 259)]
+    return LanguageModel(model.model, model.lm_head, valid_ids=min(rows, 259))
+
+
+@pytest.mark.parametrize("rows", [259, 300, 330])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_with_more_or_less_padding_than_the_target(tiny, rows, temperature):
+    """Of one tokenizer with 259 ids; the target has 320 rows."""
+    method = DraftModel(tiny, resized(tiny, rows), gamma=3)
+    sampling = Sampling(temperature=temperature, seed=1)
+    found = generate(method, PROMPT, max_new_tokens=LENGTH, end_ids=(), sampling=sampling)
+    assert max(found.ids) < 259
+    assert set(found.accepted) == {3}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_that_lacks_ids_of_the_target(tiny, temperature):
+    """Such as tokens that were added to the target later: they are never guessed."""
+    draft = resized(tiny, 200)
+    sampling = Sampling(temperature=temperature, seed=1)
+    settings = dict(max_new_tokens=LENGTH, end_ids=(), sampling=sampling)
+    prompt = [*PROMPT, 230, 258, 257]
+    found = generate(DraftModel(tiny, draft, gamma=3), prompt, **settings)
+    assert max(found.ids) >= 200
+    assert sum(found.accepted) > 0
+    if temperature == 0:
+        assert found.ids == generate(Plain(tiny), prompt, **settings).ids
 
 
 def test_guesses_per_step_are_as_many_as_asked_for(monkeypatch, tiny):

@@ -178,7 +178,9 @@ def test_windows(settings, windows):
     assert layer_windows(model_with(**settings)) == windows  # pyright: ignore
 
 
-def test_layers_that_see_in_another_way_are_refused():
-    model = model_with(layer_types=["full_attention", "chunked_attention"])
-    with pytest.raises(ModelError, match="made_up has layers of type chunked_attention, expected"):
+@pytest.mark.parametrize("kind", ["chunked_attention", "linear_attention", "mamba", "hybrid"])
+def test_layers_that_see_in_another_way_are_refused(kind):
+    """Such as those whose state a rejected guess cannot be taken out of again."""
+    model = model_with(layer_types=["full_attention", kind])
+    with pytest.raises(ModelError, match=f"made_up has layers of type {kind}, expected"):
         layer_windows(model)  # pyright: ignore

@@ -12,7 +12,7 @@ from decoding_case import (
 )
 from method_case import METHODS, make_method
 
-from medusa_train.decode import StopStrings, generate
+from medusa_train.decode import Sampling, StopStrings, generate
 from medusa_train.errors import DataError
 
 LENGTH = 24
@@ -124,6 +124,42 @@ def test_short_and_long_prompts(tiny, name, length):
 def test_an_empty_prompt_is_refused(case, name):
     with pytest.raises(DataError, match="the prompt has no tokens"):
         answer_of(case.method(name), [], 4)
+
+
+REFUSED = {
+    "an id without an embedding": (
+        dict(prompt=[5, 320]),
+        "prompt 0 has the id 320; the model read",
+    ),
+    "an id below 0": (dict(prompt=[-1]), "prompt 0 has the id -1; the model reads 0 to 319"),
+    "nothing left to say": (
+        dict(sampling=Sampling(banned_ids=tuple(range(259)))),
+        "banned_ids holds every id that the model can say",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+@every_method
+def test_what_would_fail_on_the_way_is_refused_before(monkeypatch, case, name, fault):
+    settings, message = REFUSED[fault]
+    method = case.method(name)
+    forwards = noted(monkeypatch, case.backbone, "forward", lambda *_, **__: None)
+    with pytest.raises(DataError, match=message):
+        generate(method, **{"prompt": case.prompt, "max_new_tokens": 4, "end_ids": (), **settings})
+    assert forwards == []
+
+
+@every_method
+def test_end_ids_that_the_model_does_not_have(case, name):
+    """As some configurations list; they are held back no less than others."""
+    sampling = Sampling(min_new_tokens=5)
+    ends = [case.truth[1], 320, 10**6, -1]
+    found = generate(
+        case.method(name), case.prompt, max_new_tokens=9, end_ids=ends, sampling=sampling
+    )
+    assert case.truth[1] not in found.ids[:5]
+    assert found.ids[:1] == case.truth[:1]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

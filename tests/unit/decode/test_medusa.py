@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from decoding_case import (
@@ -7,6 +9,7 @@ from decoding_case import (
     answer_of,
     expected_acceptances,
     grown,
+    make_llama,
     make_tree,
     mixed_ranks,
     noted,
@@ -16,6 +19,7 @@ from decoding_case import (
 
 from medusa_train.decode import Medusa
 from medusa_train.decode.medusa import HeadGuesses
+from medusa_train.errors import ModelError
 from medusa_train.model.heads import untrained_heads
 from medusa_train.ops.tree import chain
 
@@ -114,3 +118,31 @@ def test_the_tree_costs_no_context(tiny):
     method = Medusa(tiny, make_heads(tiny, "own"), make_tree(chain(3), num_heads=3))
     assert method.max_positions == 2048
     assert method.longest_block == 4
+
+
+def test_heads_and_trees_that_do_not_fit_are_refused(tiny):
+    """In words and at once: later it would be an index of the device, or other heads' guesses."""
+    heads, tree = make_heads(tiny, "own"), make_tree(chain(3), num_heads=3)
+    reduced = make_heads(tiny, "reduced", torch.arange(4))
+    other = make_llama(hidden_size=16)
+    for made, message in [
+        (lambda: Medusa(other, heads, tree), "heads for hidden size 32, the model has 16"),
+        (
+            lambda: Medusa(make_llama(vocab_size=300), heads, tree),
+            "heads for a vocabulary of 320, the model has 300",
+        ),
+        (
+            lambda: Medusa(tiny, copy.deepcopy(heads).bfloat16(), tree),
+            r"heads in torch.bfloat16, the model is in torch.float32: use heads.to\(model.dtype\)",
+        ),
+        (
+            lambda: Medusa(tiny, heads, make_tree(chain(4), num_heads=4)),
+            "a tree 4 deep needs as many heads, there are 3",
+        ),
+        (
+            lambda: Medusa(tiny, reduced, make_tree([(4,)], num_heads=3)),
+            "the tree asks a head for 5 tokens, each has 4",
+        ),
+    ]:
+        with pytest.raises(ModelError, match=message):
+            made()

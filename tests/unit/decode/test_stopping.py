@@ -109,3 +109,9 @@ def test_a_character_of_several_bytes_is_complete_with_the_last_of_them(characte
 def test_an_empty_string_is_refused():
     with pytest.raises(DataError, match="a stop string is empty, which every answer holds"):
         StopStrings(["", "x"], spell)
+
+
+def test_a_string_in_place_of_a_list_is_refused():
+    """Each of its letters would be one."""
+    with pytest.raises(DataError, match="stop strings must be a list, got the string 'ab'"):
+        StopStrings("ab", spell)

@@ -88,6 +88,18 @@ def test_two_methods_on_one_model_in_turn(tiny, text, first, second):
     assert answers == [text[len(PROMPT) :][:LENGTH], other[len(OTHER) :][:LENGTH]]
 
 
+def test_one_method_cannot_write_two_answers_at_a_time(tiny):
+    """The second begins on the cache of the first, which must not go on as if nothing were."""
+    method = Plain(tiny)
+    first = stream(method, PROMPT, max_new_tokens=LENGTH, end_ids=())
+    next(first)
+    second = stream(method, OTHER, max_new_tokens=3, end_ids=())
+    next(second)
+    with pytest.raises(DataError, match="plain has begun another answer before this one was done"):
+        next(first)
+    assert len(list(second)) == 2
+
+
 @every_method
 def test_a_string_ends_the_stream_and_no_part_goes_beyond(tiny, text, name):
     def latin(ids):

@@ -73,9 +73,11 @@ def test_a_guess_that_the_target_says_as_often_is_accepted(accept):
 
 @pytest.mark.parametrize("again", [0.0, 0.5, 1 - 1e-12])
 def test_equal_laws_leave_nothing_that_is_not_a_number(again):
-    same = [0.5, 0.3, 0.2, 0.0]
-    _, (instead, _) = reject_one(same, same, 1, 0.5, again)
-    assert same[instead] > 0
+    """Not even where a number just below 1 is rounded up to it and the guess is refused."""
+    same = [0.0, 0.5, 0.3, 0.2]
+    for accept in (0.5, 1 - 1e-12):
+        _, (instead, _) = reject_one(same, same, 1, accept, again)
+        assert same[instead] > 0
 
 
 @pytest.mark.parametrize(("accept", "kept"), [(0.0, 1), (0.59, 1), (0.61, 0), (0.99, 0)])

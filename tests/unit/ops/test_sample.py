@@ -85,7 +85,7 @@ def test_a_row_does_not_depend_on_the_others():
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("number", [0.0, 1e-300, 1 - 1e-12])
+@pytest.mark.parametrize("number", [0.0, 1e-300, 1 - 2**-53])
 def test_no_number_draws_an_excluded_id(seed, number):
     """One just below 1 is 1 in float32, where the probabilities need not sum to 1 either."""
     generator = torch.Generator().manual_seed(seed)
@@ -100,6 +100,11 @@ def test_weights_need_not_sum_to_one():
     even = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     ids = draw(torch.tensor([0.0, 3e-3, 0.0, 1e-3]).expand(1000, 4), even)
     assert torch.bincount(ids, minlength=4).tolist() == [0, 750, 0, 250]
+
+
+def test_no_weight_at_all_still_gives_an_id_that_exists():
+    """As of a draft all of whose ids are held back; nobody takes it."""
+    assert draw(torch.zeros(2, 4), torch.tensor([0.0, 1 - 2**-53]).double()).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
