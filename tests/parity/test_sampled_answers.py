@@ -11,7 +11,15 @@ from decoding_case import DEPTH, TREES, OracleHeads, make_family, make_tree, mix
 from law_case import make_small, processors
 from method_case import METHODS, make_method
 
-from medusa_train.decode import DraftModel, Lookup, Medusa, Plain, Sampling, generate
+from medusa_train.decode import (
+    DraftModel,
+    Lookup,
+    Medusa,
+    Plain,
+    Sampling,
+    generate,
+    generate_batch,
+)
 from medusa_train.model.heads import untrained_heads
 from medusa_train.ops.sample import best_ids
 
@@ -152,6 +160,28 @@ def test_processors_of_greedy_answers(name, setting):
     assert found.ids == expected
     if name != "plain" and len(expected) > 12:
         assert sum(found.accepted) > 0
+
+
+@pytest.mark.parametrize("name", ["plain", "draft", "medusa", "lookup"])
+def test_many_seeds_say_all_that_is_likely_and_one_seed_the_same_twice(name):
+    """Not the best token alone, though laws are worked out: of six ids here three are left."""
+    model, sampling = make_small(seed=2, spread=0.7), Sampling(temperature=1.0, top_k=3)
+    heads = untrained_heads(model.lm_head.weight, num_heads=DEPTH)  # pyright: ignore
+    method = {
+        "plain": lambda: Plain(model),
+        "draft": lambda: DraftModel(model, make_small(seed=3), gamma=2),
+        "medusa": lambda: Medusa(model, heads, make_tree(TREES["grown"], max_rank=6)),
+        "lookup": lambda: Lookup(model, gamma=2, longest_ngram=1),
+    }[name]()
+    settings = dict(max_new_tokens=3, end_ids=(), sampling=sampling, seeds=list(range(300)))
+    first, second = (
+        [answer.ids for answer in generate_batch(method, [LOOP] * 300, **settings)]
+        for _ in range(2)
+    )
+    assert first == second
+    for place in range(3):
+        assert len({ids[place] for ids in first}) >= 3
+    assert len({ids[0] for ids in first}) == 3
 
 
 LOOP = [1, 2, 1, 2, 1, 2]

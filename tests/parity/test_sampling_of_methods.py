@@ -64,10 +64,10 @@ METHODS = {
 }
 
 
-def off_the_law(monkeypatch, made, setting, *, draws=DRAWS):
+def off_the_law(monkeypatch, made, setting, *, depth=DEPTH, draws=DRAWS):
     sampling = SETTINGS[setting]
     ends = [END] if sampling.min_new_tokens else []
-    case = {"depth": DEPTH, "prompt": PROMPT, "end_ids": ends}
+    case = {"depth": depth, "prompt": PROMPT, "end_ids": ends}
     found = first_tokens(monkeypatch, made, sampling, draws=draws, **case)
     return off(found, exact_law(TARGET, sampling, **case))
 
@@ -82,6 +82,13 @@ def test_every_method(monkeypatch, name, setting):
 @pytest.mark.parametrize("setting", ["temperature 1", "temperature 0.6", "top-k", "top-p", "min-p"])
 def test_every_setting(monkeypatch, name, setting):
     assert off_the_law(monkeypatch, METHODS[name](), setting) <= SIGMAS
+
+
+@pytest.mark.parametrize("setting", ["temperature 1", "top-p"])
+def test_rows_with_unequal_numbers_of_guesses(monkeypatch, setting):
+    """After its first step an adaptive draft guesses three tokens for some rows, one for others."""
+    method = METHODS["adaptive draft"]()
+    assert off_the_law(monkeypatch, method, setting, depth=4) <= SIGMAS
 
 
 @pytest.mark.slow
