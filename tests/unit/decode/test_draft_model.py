@@ -121,6 +121,25 @@ def test_a_draft_with_more_or_less_padding_than_the_target(tiny, rows, temperatu
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_whose_padding_nobody_told_of(tiny, temperature):
+    """It likes ids best that the target has no row for; they are no guesses."""
+    draft = resized(tiny, 500)
+    draft = LanguageModel(draft.decoder, draft.lm_head)
+    sampling = Sampling(temperature=temperature, seed=1)
+    found = generate(
+        DraftModel(tiny, draft, gamma=3),
+        PROMPT,
+        max_new_tokens=LENGTH,
+        end_ids=(),
+        sampling=sampling,
+    )
+    assert max(found.ids) < 259
+    assert min(found.accepted) == 0
+    if temperature == 0:
+        assert found.ids == transformers_greedy(tiny, PROMPT, LENGTH)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_that_lacks_ids_of_the_target(tiny, temperature):
     """Such as tokens that were added to the target later: they are never guessed."""
     draft = resized(tiny, 200)
