@@ -74,7 +74,8 @@ def test_both_processes_save_and_end_after_sigterm_to(to, tmp_path, smoke_run):
     try:
         await_(lambda: trains(run / "medusa1"), process)
         SENT[to](process.pid)
-        assert process.wait(TIMEOUT) == 1  # torchrun's own, whatever its processes return
+        # torchrun's own, whatever its processes return: 1, or now and then it aborts on leaving
+        assert process.wait(TIMEOUT) in (1, -signal.SIGABRT)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
