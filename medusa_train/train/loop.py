@@ -254,7 +254,10 @@ class Fit:
         """What is shown beside the bar: the last logged loss and the last held-out score."""
         name = self.objective.score_name
         score = self.state.held_out[name][0]
-        return f"loss {self._weighted(self.state.losses):.3f}, {name.replace('_', ' ')} {score:.3f}"
+        known = f"{name.replace('_', ' ')} {score:.3f}"
+        if not self.state.losses:
+            return known
+        return f"loss {self._weighted(self.state.losses):.3f}, {known}"
 
     def _where(self, fault: str, sums: list[Tensor], micros: list[list[Row]]) -> str:
         """The fault with its step and rows; every process says the same, whosever they are."""

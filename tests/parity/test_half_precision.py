@@ -80,3 +80,13 @@ def test_most_places_are_no_ties(dtype):
         for place in range(LENGTH)
     ]
     assert sum(found <= UNITS for found in gaps) < len(gaps) / 2
+
+
+def test_a_model_that_is_moved_between_two_answers():
+    """Once it is wrapped again, nothing of what was laid out before is used."""
+    made = make_family("llama")
+    before = answer_of(Plain(made), PROMPTS[0], 8).ids
+    moved = Backbone(made.model.to(torch.bfloat16), made.tokenizer, name="moved")  # pyright: ignore
+    assert [len(answer_of(Plain(moved), prompt, LENGTH).ids) for prompt in PROMPTS] == [LENGTH] * 3
+    back = Backbone(moved.model.float(), made.tokenizer, name="back")  # pyright: ignore
+    assert len(before) == len(answer_of(Plain(back), PROMPTS[0], 8).ids)
