@@ -19,7 +19,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is imported
 
 import torch
 from bench.case import DEFAULT_MODEL
-from bench.decode import bushy_paths, cut_layers
+from bench.decode import NUM_HEADS, bushy_paths, cut_draft, decoding_heads
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -30,14 +30,11 @@ from medusa_train.decode import DraftModel, Lookup, Medusa, Method, Plain, gener
 from medusa_train.evaluate.near_ties import NEAR, gap_of
 from medusa_train.evaluate.statistics import first_difference
 from medusa_train.model.backbone import Backbone, load_backbone
-from medusa_train.model.heads import MedusaHeads, untrained_heads
-from medusa_train.model.language_model import LanguageModel
-from medusa_train.model.vocabulary import choose_token_map
+from medusa_train.model.heads import MedusaHeads
 from medusa_train.model.weights import load_heads
 from medusa_train.ops.tree import Path as RankPath
 from medusa_train.ops.tree import build_tree, chain
 
-NUM_HEADS = 4
 RANDOM_VOCAB = 2000  # of the random heads
 
 
@@ -98,10 +95,7 @@ def methods(backbone: Backbone, heads: Path | None) -> Iterator[tuple[str, Metho
             size = loaded.shape.head_vocab_size
             tree = build_tree(paths, num_heads=len(loaded), max_rank=size)
             yield f"medusa, {kind}, {name}", Medusa(backbone, loaded, tree)
-    cut = cut_layers(backbone.model, 3)
-    draft = LanguageModel(
-        cut.get_decoder(), cut.get_output_embeddings(), valid_ids=backbone.valid_ids
-    )
+    _, draft = cut_draft(backbone, 3)
     yield "draft model, gamma 3", DraftModel(backbone, draft, gamma=3)
     yield "draft model, adaptive", DraftModel(backbone, draft, gamma=3, adaptive=True)
     yield "lookup", Lookup(backbone)
@@ -109,17 +103,12 @@ def methods(backbone: Backbone, heads: Path | None) -> Iterator[tuple[str, Metho
 
 def random_heads(backbone: Backbone) -> MedusaHeads:
     """Heads that guess at random: what they say must not matter."""
-    heads = untrained_heads(
-        backbone.lm_head.weight,  # pyright: ignore
-        num_heads=NUM_HEADS,
-        lm_head="reduced",
-        token_map=choose_token_map([], size=RANDOM_VOCAB, vocab_size=backbone.vocab_size),
-    )
+    heads = decoding_heads(backbone, vocab_size=RANDOM_VOCAB)
     generator = torch.Generator().manual_seed(0)
     for parameter in heads.parameters():
         noise = 0.05 * torch.randn(parameter.shape, generator=generator)
         parameter.data += noise.to(parameter.device, parameter.dtype)
-    return heads.to(backbone.dtype).eval().requires_grad_(False)
+    return heads
 
 
 @torch.inference_mode()

@@ -14,11 +14,11 @@ from bench.case import Case
 from bench.rows import Row, Workload, compare, interleave
 from medusa_train.decode import DraftModel, Medusa, Method, Plain, generate
 from medusa_train.decode.generation import clock
-from medusa_train.model.backbone import quiet_transformers
+from medusa_train.model.backbone import Backbone, quiet_transformers
 from medusa_train.model.heads import MedusaHeads, untrained_heads
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.model.vocabulary import choose_token_map
-from medusa_train.ops.tree import Path, build_tree
+from medusa_train.ops.tree import Path, Tree, build_tree
 
 GAMMA = 4  # guesses of the draft model in a step
 DRAFT_LAYERS = 4  # of the target, as they are
@@ -36,10 +36,8 @@ def run(case: Case) -> list[Row]:
 def _answers(case: Case) -> list[Row]:
     count, tokens = (1, 6) if case.tiny else (3, 48)
     prompts = case.prompts(count, max_new_tokens=tokens + GAMMA + 1)
-    backbone, draft = case.backbone, cut_layers(case.backbone.model, DRAFT_LAYERS)
-    guide = LanguageModel(
-        draft.get_decoder(), draft.get_output_embeddings(), valid_ids=backbone.valid_ids
-    )
+    backbone = case.backbone
+    draft, guide = cut_draft(backbone, DRAFT_LAYERS)
     ours = {
         "plain_vs_transformers": Plain(backbone, compiled=case.compiled),
         "draft_vs_assisted": DraftModel(backbone, guide, gamma=GAMMA, compiled=case.compiled),
@@ -102,6 +100,13 @@ def _transformers(
     return answer
 
 
+def cut_draft(backbone: Backbone, num_layers: int) -> tuple[PreTrainedModel, LanguageModel]:
+    """The first layers of the target as its draft: for transformers, and for this package."""
+    cut = cut_layers(backbone.model, num_layers)
+    decoder, lm_head = cut.get_decoder(), cut.get_output_embeddings()
+    return cut, LanguageModel(decoder, lm_head, valid_ids=backbone.valid_ids)
+
+
 def cut_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """The first layers of a model, at most all, with its norm and LM head, on shared memory."""
     config = copy.deepcopy(model.config)
@@ -123,14 +128,11 @@ def _overheads(case: Case) -> list[Row]:
     steps = 2 if case.tiny else 12
     room = (WARM_STEPS + steps + 1) * (NUM_HEADS + 1)
     prompt = case.prompts(1, max_new_tokens=room)[0]
-    heads = decoding_heads(case)
+    heads = decoding_heads(case.backbone)
     methods: dict[str, Method] = {"plain": Plain(case.backbone, compiled=case.compiled)}
     for nodes in TREE_NODES:
-        tree = build_tree(
-            bushy_paths(nodes), num_heads=NUM_HEADS, max_rank=heads.shape.head_vocab_size
-        )
         methods[f"medusa_overhead_{nodes}_nodes"] = Medusa(
-            case.backbone, heads, tree, compiled=case.compiled
+            case.backbone, heads, bushy_tree(heads, nodes), compiled=case.compiled
         )
     workloads = {
         name: _step_ms(method, prompt, steps=steps, room=room) for name, method in methods.items()
@@ -156,16 +158,21 @@ def _step_ms(method: Method, prompt: list[int], *, steps: int, room: int) -> Wor
     return workload
 
 
-def decoding_heads(case: Case) -> MedusaHeads:
+def decoding_heads(backbone: Backbone, *, vocab_size: int = HEAD_VOCAB) -> MedusaHeads:
     """Heads as the quick start has them; what they guess does not change what a step costs."""
-    backbone = case.backbone
     heads = untrained_heads(
         backbone.lm_head.weight,  # pyright: ignore
         num_heads=NUM_HEADS,
         lm_head="reduced",
-        token_map=choose_token_map([], size=HEAD_VOCAB, vocab_size=backbone.vocab_size),
+        token_map=choose_token_map([], size=vocab_size, vocab_size=backbone.vocab_size),
     )
     return heads.to(backbone.dtype).eval().requires_grad_(False)
+
+
+def bushy_tree(heads: MedusaHeads, nodes: int) -> Tree:
+    """`bushy_paths`, laid out for these heads."""
+    size = heads.shape.head_vocab_size
+    return build_tree(bushy_paths(nodes), num_heads=len(heads), max_rank=size)
 
 
 def bushy_paths(nodes: int) -> list[Path]:

@@ -192,19 +192,16 @@ def model(place: Place, numbers: dict[str, Any]) -> None:
 def trees(place: Place, numbers: dict[str, Any]) -> None:
     """What a step costs by the nodes of the tree, over what a step of plain decoding costs."""
     from bench.case import build_case
-    from bench.decode import NUM_HEADS, bushy_paths, decoding_heads
+    from bench.decode import NUM_HEADS, bushy_tree, decoding_heads
     from medusa_train.decode import Medusa, Method, Plain
     from medusa_train.evaluate.speed import step_seconds
-    from medusa_train.ops.tree import build_tree
 
     dry = place.device == "cpu"
     case = build_case(model=str(place.model), repeats=5, tiny=dry)
-    heads = decoding_heads(case)
+    heads = decoding_heads(case.backbone)
     methods: list[Method] = [Plain(case.backbone)]
     for nodes in TREE_NODES:
-        size = heads.shape.head_vocab_size
-        tree = build_tree(bushy_paths(nodes), num_heads=NUM_HEADS, max_rank=size)
-        methods.append(Medusa(case.backbone, heads, tree))
+        methods.append(Medusa(case.backbone, heads, bushy_tree(heads, nodes)))
     repeats = 3 if dry else 60
     prompt = case.prompts(1, max_new_tokens=(repeats + 4) * (NUM_HEADS + 1))[0]
     plain, *steps = step_seconds(methods, prompt, repeats=repeats)

@@ -19,14 +19,13 @@ from matplotlib import pyplot
 from torch import nn
 
 from bench.case import Case
-from bench.decode import NUM_HEADS, bushy_paths, decoding_heads
+from bench.decode import bushy_tree, decoding_heads
 from bench.memory import peak_bytes
 from bench.rows import Row, Workload, compare, interleave
 from medusa_train.decode import Medusa, Method, Plain
 from medusa_train.decode.generation import clock
 from medusa_train.model.backbone import Backbone
 from medusa_train.model.heads import MedusaHeads
-from medusa_train.ops.tree import build_tree
 
 CONTEXTS = (64, 512, 2048)
 NODES = (1, 2, 4, 8, 16, 32, 64)
@@ -44,7 +43,7 @@ class Machine:
 
 def run(case: Case) -> list[Row]:
     """Rows `step_cC_nN` in milliseconds, N counting nodes (0 for plain), and of memory."""
-    machine, heads = measure_machine(case), decoding_heads(case)
+    machine, heads = measure_machine(case), decoding_heads(case.backbone)
     rows = []
     for context in (16,) if case.tiny else CONTEXTS:
         methods = _methods(case, heads)
@@ -69,9 +68,7 @@ def _methods(case: Case, heads: MedusaHeads) -> dict[int, Method]:
     """By nodes; plain decoding has none."""
     methods: dict[int, Method] = {0: Plain(case.backbone, compiled=case.compiled)}
     for nodes in (1, 4) if case.tiny else NODES:
-        tree = build_tree(
-            bushy_paths(nodes), num_heads=NUM_HEADS, max_rank=heads.shape.head_vocab_size
-        )
+        tree = bushy_tree(heads, nodes)
         methods[nodes] = Medusa(case.backbone, heads, tree, compiled=case.compiled)
     return methods
 
