@@ -4,13 +4,12 @@ The verdict claims no more than the intervals do: a comparison whose 95 % interv
 rests on a handful of prompts, is reported as undecided.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import JsonValue
 
+from medusa_train.evaluate.exactness import exactness_section
 from medusa_train.evaluate.markdown import megabytes, number, table, with_interval
-from medusa_train.evaluate.near_ties import NEAR
 from medusa_train.evaluate.plots import ACCEPTANCE, SPEEDUP, draw_plots
 from medusa_train.evaluate.results_schema import MethodResult, Results
 from medusa_train.track.manifest import write_text
@@ -19,7 +18,6 @@ REPORT = "report.md"
 
 MIN_PROMPTS = 10  # resampling fewer says little of the spread of prompts
 MUCH_REPETITION = 0.2  # share of tokens; above it answers run in circles
-_POSITIONS_SHOWN = 10
 
 _DEFINITIONS = """\
 * Tokens per step: mean tokens that one forward of the model emits after the prefill (plain: 1).
@@ -56,7 +54,7 @@ def render_report(results: Results) -> str:
         "## Speed-up by kind of prompt",
         _kinds(results),
         "## Exactness and repetition",
-        _exactness(results),
+        exactness_section(results.model.dtype, _methods(results)),
         "## How to reproduce",
         _reproduce(results.provenance),
         "## Definitions",
@@ -249,44 +247,6 @@ def _kinds(results: Results) -> str:
         for kind, plain in results.methods.plain.speedup_by_kind.items()
     )
     return table("|".join(["kind", "prompts", *(name for name, _ in methods)]), rows)
-
-
-def _exactness(results: Results) -> str:
-    sentences: list[str] = []
-    for name, method in _methods(results)[1:]:
-        found = method.exactness
-        sentences.append(
-            f"{name}: {found.identical} of {found.prompts} answers are identical to plain "
-            f"decoding's{_positions(found.first_difference)}{_near_ties(found.gaps)}."
-        )
-    sentences.append(
-        "Greedy verification is exact in exact arithmetic. A forward over several tokens rounds "
-        "differently from one over a single token, so near-ties may flip: now and then in bfloat16 "
-        f"or float16, hardly ever in float32. This run used {results.model.dtype}."
-    )
-    shares = (f"{method.repetition_share:.1%} ({name})" for name, method in _methods(results))
-    sentences.append(f"Tokens that repeat an earlier 4-gram of their answer: {', '.join(shares)}.")
-    return " ".join(sentences)
-
-
-def _near_ties(gaps: Sequence[float | None]) -> str:
-    if not gaps:
-        return ""
-    known = [gap for gap in gaps if gap is not None]
-    largest = f", at most {max(known):.1f}" if known else ""
-    ended = f"; {len(gaps) - len(known)} end too soon or too late" if len(known) < len(gaps) else ""
-    return (
-        f"; at {sum(gap <= NEAR for gap in known)} of these {len(gaps)} places the two tokens' "
-        f"logits are a near-tie, within {NEAR:g} spacings of the dtype{largest}{ended}"
-    )
-
-
-def _positions(positions: Sequence[int]) -> str:
-    if not positions:
-        return ""
-    shown = ", ".join(map(str, positions[:_POSITIONS_SHOWN]))
-    more = ", ..." if len(positions) > _POSITIONS_SHOWN else ""
-    return f"; {len(positions)} differ, first at token {shown}{more} (from 0)"
 
 
 def _reproduce(provenance: dict[str, JsonValue]) -> str:

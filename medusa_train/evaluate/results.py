@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from medusa_train.errors import DataError
 from medusa_train.evaluate import statistics
+from medusa_train.evaluate.exactness import compare_answers
 from medusa_train.evaluate.near_ties import Gap
 from medusa_train.evaluate.results_schema import (
     SCHEMA,
@@ -23,7 +24,6 @@ from medusa_train.evaluate.results_schema import (
     DraftInfo,
     DraftModelResult,
     DraftResult,
-    Exactness,
     GammaResult,
     HeadsInfo,
     KindSpeedup,
@@ -93,9 +93,7 @@ def build_results(
             else _ratio(medusa, gammas[best], bootstrap)
         ),
         heads=heads,
-        draft=None
-        if best is None or draft is None
-        else _draft(gammas, best, plain, draft, bootstrap),
+        draft=None if best is None or draft is None else _draft(gammas, best, draft, baseline),
         tree=tree,
         bootstrap=bootstrap,
         provenance=dict(provenance),
@@ -195,13 +193,9 @@ def _draft_model(
 
 
 def _draft(
-    gammas: Mapping[int, Measurements],
-    best: int,
-    plain: Measurements,
-    draft: DraftInfo,
-    bootstrap: Bootstrap,
+    gammas: Mapping[int, Measurements], best: int, draft: DraftInfo, baseline: _Baseline
 ) -> DraftResult:
-    by_gamma = {str(gamma): _gamma(gammas[gamma], plain, gamma, bootstrap) for gamma in gammas}
+    by_gamma = {str(gamma): _gamma(gammas[gamma], gamma, baseline) for gamma in gammas}
     rate = by_gamma[str(best)].acceptance_rate
     return DraftResult(**asdict(draft), acceptance_rate=rate, by_gamma=by_gamma)
 
@@ -218,16 +212,14 @@ def _overhead(method: Measurements, plain: Measurements) -> float | None:
     return ours / theirs if ours is not None and theirs else None
 
 
-def _gamma(
-    measured: Measurements, plain: Measurements, gamma: int, bootstrap: Bootstrap
-) -> GammaResult:
-    speedup = _ratio(measured, plain, bootstrap)
+def _gamma(measured: Measurements, gamma: int, baseline: _Baseline) -> GammaResult:
+    speedup = _ratio(measured, baseline.plain, baseline.bootstrap)
     return GammaResult(
         speedup=speedup.ratio,
         speedup_ci95=speedup.ci95,
         tokens_per_step=statistics.tokens_per_step(measured),
         acceptance_rate=statistics.draft_acceptance_rate(measured, gamma=gamma),
-        overhead=_overhead(measured, plain),
+        overhead=_overhead(measured, baseline.plain),
     )
 
 
@@ -239,7 +231,7 @@ def _method(
     speedup = _ratio(measured, plain, baseline.bootstrap)
     per_step, overhead = statistics.tokens_per_step(measured), _overhead(measured, plain)
     step = statistics.step_seconds(measured)
-    exactness = _exactness(measured, plain, baseline.gap)
+    exactness = compare_answers(measured, plain, baseline.gap)
     answers = [m.generation for m in measured]
     return {
         "architecture": "the backbone alone" if extra is None else extra.architecture,
@@ -276,23 +268,3 @@ def _speedup_by_kind(measured: Measurements, plain: Measurements) -> dict[str, K
         kind: KindSpeedup(speedup=statistics.speedup(ours, references[kind]), prompts=len(ours))
         for kind, ours in statistics.split_by_kind(measured).items()
     }
-
-
-def _exactness(measured: Measurements, plain: Measurements, gap: Gap) -> Exactness:
-    prompts, positions, gaps = [], [], []
-    for ours, reference in zip(measured, plain, strict=True):
-        one, other = ours.generation.ids, reference.generation.ids
-        place = statistics.first_difference(one, other)
-        if place is not None:
-            prompts.append(ours.prompt_id)
-            positions.append(place)
-            both = place < min(len(one), len(other))
-            pair = (one[place], other[place]) if both else None
-            gaps.append(gap(ours.prompt_id, one[:place], *pair) if pair else None)
-    return Exactness(
-        prompts=len(measured),
-        identical=len(measured) - len(prompts),
-        first_difference=positions,
-        differing_prompts=prompts,
-        gaps=gaps,
-    )
