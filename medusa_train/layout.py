@@ -127,11 +127,8 @@ class Layout:
         shared = {"model": model, "seed": config.seed}
         match name:
             case "distill":
-                return {
-                    **shared,
-                    "prompts": {**asdict(config.prompts), "digest": self._prompts_digest},
-                    "distill": asdict(config.distill),
-                }
+                settings = {"prompts": self._prompts, "distill": asdict(config.distill)}
+                return {**shared, **settings}
             case "medusa1":
                 settings = {"heads": asdict(config.heads), "medusa1": _training(config.medusa1)}
                 return {**shared, **settings, "builds_on": self._builds_on(name)}
@@ -145,17 +142,18 @@ class Layout:
             case _:
                 return {
                     **shared,
-                    "prompts": {**asdict(config.prompts), "digest": self._prompts_digest},
+                    "prompts": self._prompts,
                     "decode": asdict(config.decode),
                     "evaluate": asdict(config.evaluate),
                     "builds_on": self._builds_on(name),
                 }
 
     @cached_property
-    def _prompts_digest(self) -> str:
-        """Changes with any prompt or split, whatever the file is called."""
+    def _prompts(self) -> dict[str, Any]:
+        """Settings of the prompts, with what changes with any of them, whatever the file's name."""
         splits = prompts_by_split(self._config.prompts)
-        return fingerprint({name: [p.text for p in prompts] for name, prompts in splits.items()})
+        texts = {name: [p.text for p in prompts] for name, prompts in splits.items()}
+        return {**asdict(self._config.prompts), "digest": fingerprint(texts)}
 
     def _needs(self, stage: str) -> tuple[str, ...]:
         """The stages that one builds on, as this run is set."""
@@ -166,10 +164,10 @@ class Layout:
         """Fingerprints of the stages before: as they are on disk, or as this run will make them."""
         found: dict[str, str | None] = {}
         for name in self._needs(stage):
-            manifest = None if name in self._config.stages else made_in(self.folder(name))
             if name in self._config.stages:
                 found[name] = self.stage(name).fingerprint
             else:
+                manifest = made_in(self.folder(name))
                 found[name] = manifest["fingerprint"] if manifest else None
         return found
 

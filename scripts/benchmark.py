@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from medusa_train.errors import MedusaError
+from medusa_train.model.backbone import dtype_name
 
 BENCHMARKS: dict[str, Callable[[Case], list[Row]]] = {
     "decode": decode.run,
@@ -96,7 +97,7 @@ def _repeats(text: str) -> int:
 
 def _print(case: Case, benchmark: str, rows: Sequence[Row]) -> None:
     backbone = case.backbone
-    dtype = str(backbone.dtype).removeprefix("torch.")
+    dtype = dtype_name(backbone.dtype)
     threads = f"{torch.get_num_threads()} threads, " if backbone.device.type == "cpu" else ""
     table = Table(
         title=f"{benchmark}: {backbone.name}, {dtype}, {backbone.device}",

@@ -58,7 +58,7 @@ def _chat(options: argparse.Namespace) -> None:
     from medusa_train.chat.screen import open_screen
     from medusa_train.chat.session import AnswerSettings, Chat
     from medusa_train.decode import Sampling
-    from medusa_train.model.backbone import load_backbone
+    from medusa_train.model.backbone import dtype_name, load_backbone
 
     try:
         sampling = Sampling(
@@ -79,8 +79,7 @@ def _chat(options: argparse.Namespace) -> None:
     backbone = load_backbone(wanted)
     guesser = choose_method(options.method, backbone, heads, options.tree)
     chat = Chat(backbone, guesser.method, screen, settings, system=options.system)
-    dtype = str(backbone.dtype).removeprefix("torch.")
-    screen.note(f"{guesser.described}, in {dtype} on {backbone.device}")
+    screen.note(f"{guesser.described}, in {dtype_name(backbone.dtype)} on {backbone.device}")
     screen.note("/help lists commands, Ctrl-D leaves")
     if guesser.name is not None:
         screen.legend(guesser.name)

@@ -110,8 +110,8 @@ class Reader:
             self.cache.restart()  # a compiler's graphs belong to its storage
         else:
             self.cache = DecodeCache(layers, capacity, rows=len(prompts), static=self._compiled)
+            self._blocks.clear()
         self.cache.source = source
-        self._blocks.clear()
         device = self.model.device
         if longest == 0:
             return torch.empty((len(prompts), self.model.hidden_size), device=device)

@@ -4,7 +4,7 @@ from torch import nn
 
 from medusa_train.config.schema import Config
 from medusa_train.evaluate.results_schema import DraftInfo, ModelInfo
-from medusa_train.model.backbone import Backbone
+from medusa_train.model.backbone import Backbone, dtype_name
 from medusa_train.model.heads import MedusaHeads
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.track.manifest import Trained
@@ -33,7 +33,7 @@ def model_info(config: Config, backbone: Backbone, num_prompts: int) -> ModelInf
     """The backbone and how it was made to answer."""
     return ModelInfo(
         name=backbone.name,
-        dtype=str(backbone.dtype).removeprefix("torch."),
+        dtype=dtype_name(backbone.dtype),
         device=str(backbone.device),
         parameters=count_parameters(backbone.model),
         bytes=count_bytes(backbone.model),

@@ -222,6 +222,11 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As settings spell it, and `choose_dtype` reads it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def all_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """All ids that end an answer: of the generation config and of the tokenizer."""
     found: set[int] = set()

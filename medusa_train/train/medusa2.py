@@ -11,7 +11,7 @@ from torch import Tensor
 from medusa_train.config.schema import Config
 from medusa_train.data.hidden_states import choose_source
 from medusa_train.errors import ConfigError
-from medusa_train.model.backbone import Backbone, choose_dtype
+from medusa_train.model.backbone import Backbone, choose_dtype, dtype_name
 from medusa_train.model.heads import MedusaHeads
 from medusa_train.model.student import Student
 from medusa_train.model.weights import load_heads, save_heads
@@ -121,7 +121,7 @@ def train_medusa2(
         **summary,
         "tokens_before": 0 if start is None else start.summary["tokens"],
         "seconds_before": 0 if start is None else start.summary["seconds"],
-        "merged_dtype": _name(student.dtype) if settings.merge else None,
+        "merged_dtype": dtype_name(student.dtype) if settings.merge else None,
         "backbone": _backbone_report(state),
     }
 
@@ -146,7 +146,7 @@ def merge_adapter(config: Config, stage: Stage, backbone: Backbone) -> dict[str,
     heads = load_heads(folder, dtype=torch.float32, device=backbone.device, backbone=backbone)
     save_heads(folder, heads, base_model=str(merged))
     student.save_merged(merged, backbone.tokenizer)
-    return {"merged_dtype": _name(student.dtype)}
+    return {"merged_dtype": dtype_name(student.dtype)}
 
 
 def _refuse_other_heads(config: Config, heads: MedusaHeads, folder: Path) -> None:
@@ -165,10 +165,6 @@ def _refuse_other_heads(config: Config, heads: MedusaHeads, folder: Path) -> Non
                 f"medusa2 starts from the heads in {folder}, which have {name}={found}, but "
                 f"heads.{name}={expected}: set heads.{name}={found}, or medusa2.start=fresh"
             )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _backbone_report(state: TrainState) -> dict[str, float]:
