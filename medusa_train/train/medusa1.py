@@ -72,8 +72,8 @@ class Medusa1Objective(Objective):
         self.names = tuple(f"head{k}" for k in range(len(heads)))
         self._weights = tuple(head_weight**k for k in range(len(heads)))
         self._source = source
-        # Detached, or assigning it would register a parameter
-        self._shared = None if shared_lm_head is None else shared_lm_head.detach()
+        # Detached, or assigning it would register a parameter; in the dtype of all its products
+        self._shared = None if shared_lm_head is None else shared_lm_head.detach().to(compute_dtype)
         self._teacher = teacher
         self._dtype = compute_dtype
 
@@ -126,7 +126,7 @@ class Medusa1Objective(Objective):
     def _prepared(self, features: Tensor) -> LogitsAt:
         """Logits of the shared LM head after `features`, [P, D]."""
         assert self._shared is not None
-        weight = self._shared.to(self._dtype)
+        weight = self._shared
         return lambda at: F.linear(features[at], weight)
 
 
