@@ -106,6 +106,7 @@ def test_a_person_chats(tmp_path):
         assert f"T{CYAN}h" in said
         person.type(CTRL_C)
         person.wait_for("; stopped")
+        person.wait_for("> ")
 
         person.type("/save chat.json\r")
         person.wait_for("saved in chat.json")
@@ -119,6 +120,7 @@ def test_a_person_chats(tmp_path):
         person.wait_for("> ")
         person.type(CTRL_C)
         person.wait_for("Ctrl-D or /quit")
+        person.wait_for("> ")  # before it, the terminal keeps a Ctrl-D to itself
         person.type(CTRL_D)
         assert person.status() == 0
     assert "Traceback" not in person.seen
