@@ -19,7 +19,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is imported
 
 import torch
 from bench.case import DEFAULT_MODEL
-from bench.decode import NUM_HEADS, bushy_paths, cut_draft, decoding_heads
+from bench.decode import bushy_paths, cut_draft, decoding_heads
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -27,6 +27,7 @@ from rich.table import Table
 from medusa_train.config.load import load
 from medusa_train.data.prompts import encode_prompts, prompts_by_split
 from medusa_train.decode import DraftModel, Lookup, Medusa, Method, Plain, generate_batch
+from medusa_train.errors import MedusaError
 from medusa_train.evaluate.near_ties import NEAR, gap_of
 from medusa_train.evaluate.statistics import first_difference
 from medusa_train.model.backbone import Backbone, load_backbone
@@ -38,16 +39,20 @@ from medusa_train.ops.tree import build_tree, chain
 RANDOM_VOCAB = 2000  # of the random heads
 
 
-def trees() -> dict[str, list[RankPath]]:
-    """Eight shapes, from one node to 64."""
+def trees(num_heads: int) -> dict[str, list[RankPath]]:
+    """Eight shapes, from one node to 64, for so many heads."""
     wide = [(rank,) for rank in range(8)]
-    combed = [*chain(NUM_HEADS), *((0,) * depth + (1,) for depth in range(NUM_HEADS))]
+    combed = [*chain(num_heads), *((0,) * depth + (1,) for depth in range(num_heads))]
+    bushy = {nodes: bushy_paths(nodes) for nodes in (4, 12, 24, 64)}
     return {
         "single": [(0,)],
-        "chain": chain(NUM_HEADS),
+        "chain": chain(num_heads),
         "wide": wide,
         "comb": combed,
-        **{f"{nodes} nodes": bushy_paths(nodes) for nodes in (4, 12, 24, 64)},
+        **{
+            f"{nodes} nodes": [path for path in paths if len(path) <= num_heads]
+            for nodes, paths in bushy.items()
+        },
     }
 
 
@@ -64,8 +69,21 @@ class Found:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare all methods; the exit status."""
     options = _parser().parse_args(argv)
+    try:
+        return _run(options)
+    except MedusaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def _run(options: argparse.Namespace) -> int:
     config = load("model=smollm2_135m", f"model.dtype={options.dtype}")
     backbone = load_backbone(replace(config.model, name=options.model))
+    kinds = {"random heads": random_heads(backbone)}
+    if options.heads is not None:
+        kinds["trained heads"] = load_heads(
+            options.heads, dtype=backbone.dtype, device=backbone.device, backbone=backbone
+        )
     splits = prompts_by_split(config.prompts)
     prompts = [*splits["test"], *splits["calibration"]][: options.prompts]
     encoded = encode_prompts(prompts, backbone, system=None, max_new_tokens=options.max_new_tokens)
@@ -75,23 +93,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         for prompt in track(ids, "transformers.generate", console=Console(stderr=True))
     ]
     found = []
-    for name, method in methods(backbone, options.heads):
+    for name, method in methods(backbone, kinds):
         found.append(_compare(name, method, backbone, ids, truth, options))
         print(f"{name}: {found[-1].differing} answers differ", file=sys.stderr)
-    _print(found, backbone, options)
+    _print(found, backbone, len(ids), options)
     return int(not all(gap <= NEAR for each in found for gap in each.gaps))
 
 
-def methods(backbone: Backbone, heads: Path | None) -> Iterator[tuple[str, Method]]:
-    """Plain, every tree with trained and with random heads, a draft model and prompt lookup."""
+def methods(backbone: Backbone, kinds: dict[str, MedusaHeads]) -> Iterator[tuple[str, Method]]:
+    """Plain, every tree with each kind of heads, a draft model and prompt lookup."""
     yield "plain", Plain(backbone)
-    kinds = {"random heads": random_heads(backbone)}
-    if heads is not None:
-        kinds["trained heads"] = load_heads(
-            heads, dtype=backbone.dtype, device=backbone.device, backbone=backbone
-        )
     for kind, loaded in kinds.items():
-        for name, paths in trees().items():
+        for name, paths in trees(len(loaded)).items():
             size = loaded.shape.head_vocab_size
             tree = build_tree(paths, num_heads=len(loaded), max_rank=size)
             yield f"medusa, {kind}, {name}", Medusa(backbone, loaded, tree)
@@ -155,10 +168,12 @@ def _compare(
     return Found(name=name, differing=differing, gaps=gaps, tokens_per_step=tokens / max(steps, 1))
 
 
-def _print(found: Sequence[Found], backbone: Backbone, options: argparse.Namespace) -> None:
+def _print(
+    found: Sequence[Found], backbone: Backbone, prompts: int, options: argparse.Namespace
+) -> None:
     table = Table(
         title=f"{backbone.name}, {options.dtype}, {backbone.device}: "
-        f"{options.prompts} prompts, {options.max_new_tokens} tokens",
+        f"{prompts} prompts, {options.max_new_tokens} tokens",
         caption=f"gaps in spacings of {options.dtype}; up to {NEAR:g} is a near-tie",
     )
     table.add_column("method", no_wrap=True)
@@ -177,10 +192,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as model.name of a recipe")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--batch-size", type=int, default=10, help="rows at once; 1 for one by one")
+    parser.add_argument("--prompts", type=_count, default=50)
+    parser.add_argument("--max-new-tokens", type=_count, default=32)
+    parser.add_argument(
+        "--batch-size", type=_count, default=10, help="rows at once; 1 for one by one"
+    )
     return parser
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {count}")
+    return count
 
 
 if __name__ == "__main__":

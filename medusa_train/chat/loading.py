@@ -120,14 +120,15 @@ def choose_tree(
         return chain_tree(len(heads)), origin
     path = given or measured
     try:
-        paths = json.loads(path.read_text())["paths"]
+        paths = [list(ranks) for ranks in json.loads(path.read_text())["paths"]]
         max_rank = min(heads.shape.head_vocab_size, backbone.valid_ids)
         tree = build_tree(paths, num_heads=len(heads), max_rank=max_rank)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error}); --tree names another") from None
     except (ValueError, KeyError, TypeError) as error:
+        reason = f" ({error})" if isinstance(error, ValueError) else ""
         raise ConfigError(
-            f'{path} holds no tree for these heads ({error}); expected {{"paths": [[0], ...]}} as '
+            f'{path} holds no tree for these heads{reason}; expected {{"paths": [[0], ...]}} as '
             "evaluate writes it, and --tree names another"
         ) from None
     return tree, f"a tree of {tree.nodes} nodes from {path}"

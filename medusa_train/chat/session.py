@@ -120,14 +120,15 @@ class Chat:
         self._system = system
 
     def _save(self, name: str) -> None:
-        path = Path(name).expanduser()
-        if not name or path.exists():
-            found = f"{path} exists" if name else "/save needs the name of a file"
-            raise DataError(f"{found}: give one that is new, as in /save chat.json")
+        if not name:
+            raise DataError("/save needs the name of a file, as in /save chat.json")
         try:
+            path = Path(name).expanduser()
+            if path.exists():
+                raise DataError(f"{path} exists: give one that is new, as in /save chat.json")
             write_json(path, {"model": self._backbone.name, "messages": self._conversation.turns})
-        except OSError as error:
-            raise DataError(f"{path} cannot be written ({error})") from None
+        except (OSError, ValueError, RuntimeError) as error:  # of the disk, a NUL, no such home
+            raise DataError(f"{name} cannot be written ({error})") from None
         self._screen.note(f"saved in {path}")
 
     def _answer(self, question: str) -> None:

@@ -22,12 +22,16 @@ StageName = Literal["distill", "medusa1", "medusa2", "draft", "evaluate"]
 STAGE_ORDER: tuple[StageName, ...] = ("distill", "medusa1", "medusa2", "draft", "evaluate")
 
 
-FOLDER_NAME = "expected the name of one folder, which is made in outputs: no /, no \\, not . or .."
+FOLDER_NAME = (
+    "expected the name of one folder, which is made in outputs: no /, no \\, not . or .., "
+    "at most 200 bytes"
+)
 
 
 def is_folder_name(name: str) -> bool:
     """Whether a name is that of one folder, which stays where it is put."""
-    return name.strip() not in ("", ".", "..") and not set(name) & set("/\\\0")
+    plain = name.strip() not in ("", ".", "..") and not set(name) & set("/\\\0")
+    return plain and len(name.encode(errors="replace")) <= 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

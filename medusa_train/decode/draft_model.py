@@ -43,7 +43,7 @@ class DraftModel(Method):
                 padding or added tokens, the draft never guesses them.
             gamma: guesses of a step, or of the first one if `adaptive`.
             adaptive: in each row two more after a step whose guesses were all accepted, else one
-                less, from 1 to `MOST`; every answer starts again from `gamma`.
+                less, from 1 to `MOST` or a larger `gamma`; every answer starts again from `gamma`.
             compiled: run forwards through `torch.compile`.
 
         Raises:
@@ -131,7 +131,8 @@ class DraftModel(Method):
         ]
         if self.adaptive:
             pairs = zip(self._limits, accepted, strict=True)
-            self._limits = [next_limit(limit, more) for limit, more in pairs]
+            most = max(self.gamma, MOST)
+            self._limits = [next_limit(limit, more, most) for limit, more in pairs]
 
     def _keep(self, rows: Sequence[int]) -> None:
         self._draft_reader.cache.keep_rows(rows)
@@ -139,6 +140,6 @@ class DraftModel(Method):
         self._limits = [self._limits[row] for row in rows]
 
 
-def next_limit(limit: int, accepted: int) -> int:
+def next_limit(limit: int, accepted: int, most: int = MOST) -> int:
     """Guesses of an adaptive draft after a step in which so many of `limit` were accepted."""
-    return min(limit + 2, MOST) if accepted == limit else max(limit - 1, 1)
+    return min(limit + 2, most) if accepted == limit else max(limit - 1, 1)

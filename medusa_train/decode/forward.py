@@ -80,7 +80,12 @@ class Reader:
         Args:
             model: reads.
             compiled: run blocks through `torch.compile`, with shapes that do not change.
+
+        Raises:
+            MedusaError: if they cannot be compiled.
         """
+        if compiled:
+            model.refuse_compiled()
         self.model = model
         self.cache = DecodeCache(0, 0)
         self._compiled = compiled

@@ -6,6 +6,7 @@ for part in stream(method, backbone.encode(...), max_new_tokens=256, end_ids=bac
     show(part.tokens)  # part.accepted of them were guessed by the heads
 """
 
+import operator
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -146,8 +147,8 @@ def answer_room(prompt_length: int, max_new_tokens: int, max_positions: int) -> 
     """
     if prompt_length == 0:
         raise DataError("the prompt has no tokens; give at least one")
-    if max_new_tokens < 0:
-        raise DataError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise DataError(f"max_new_tokens must be a whole number, 0 or more, got {max_new_tokens}")
     if max_positions - prompt_length < 1:
         raise DataError(
             f"a prompt of {prompt_length} tokens leaves no room for an answer in a context of "
@@ -174,9 +175,9 @@ def _run(
     stop: StopStrings | None,
 ) -> Iterator[tuple[int, Part]]:
     """Each row's parts, step by step."""
+    _check(method, prompts, end_ids, sampling, seeds)
     read = [method.model.decoder_prompt(prompt) for prompt in prompts]
     rooms = [answer_room(len(p), max_new_tokens, method.max_positions) for p in read]
-    _check(method, prompts, sampling, seeds)
     if max_new_tokens == 0 or not prompts:
         return
     chooser = Chooser(
@@ -190,9 +191,11 @@ def _run(
     )
     begin = clock(method.device)
     rows, answers = list(range(len(prompts))), [[] for _ in prompts]
-    blocks = [[t] for t in method.start(prompts, room=max(rooms), chooser=chooser)]
-    prefilled, run = False, method.run
-    while rows:
+    with method.lock:
+        blocks = [[t] for t in method.start(prompts, room=max(rooms), chooser=chooser)]
+        run = method.run
+    prefilled = False
+    while True:
         now, going = clock(method.device) - begin, []
         for place, (row, block) in enumerate(zip(rows, blocks, strict=True)):
             answer, room = answers[row], rooms[row]
@@ -205,21 +208,24 @@ def _run(
             yield row, Part(tokens=kept, accepted=accepted, finish_reason=reason, seconds=now)
             if reason is None:
                 going.append(place)
-        if going and method.run != run:
-            raise DataError(
-                f"{method.name} has begun another answer before this one was done: make a method "
-                "for each stream"
-            )
-        if 0 < len(going) < len(rows):
-            method.keep(going)
-        rows, prefilled = [rows[place] for place in going], True
-        if rows:
+        if not going:
+            return
+        with method.lock:
+            if method.run != run:
+                raise DataError(
+                    f"{method.name} has begun another answer before this one was done: make a "
+                    "method for each stream"
+                )
+            if len(going) < len(rows):
+                method.keep(going)
+            rows, prefilled = [rows[place] for place in going], True
             blocks = method.step([answers[row][-1] for row in rows])
 
 
 def _check(
     method: Method,
     prompts: Sequence[Sequence[int]],
+    end_ids: Collection[int],
     sampling: Sampling,
     seeds: Sequence[int] | None,
 ) -> None:
@@ -228,14 +234,26 @@ def _check(
         raise DataError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one for each")
     model = method.model
     for row, prompt in enumerate(prompts):
-        wrong = next((i for i in prompt if not 0 <= i < model.readable_ids), None)
+        try:
+            ids = [operator.index(i) for i in prompt]
+        except TypeError:
+            raise DataError(
+                f"prompt {row} must be a list of token ids, got {type(prompt).__name__} of "
+                f"{type(prompt[0]).__name__}"
+            ) from None
+        wrong = next((i for i in ids if not 0 <= i < model.readable_ids), None)
         if wrong is not None:
             raise DataError(
                 f"prompt {row} has the id {wrong}; the model reads 0 to {model.readable_ids - 1}"
             )
-    banned = {i for i in sampling.banned_ids if i < model.valid_ids}
-    if len(banned) == model.valid_ids:
-        raise DataError("banned_ids holds every id that the model can say; leave some out")
+    unsaid = set(sampling.banned_ids)
+    if sampling.min_new_tokens:
+        unsaid.update(end_ids)
+    if sum(0 <= i < model.valid_ids for i in unsaid) == model.valid_ids:
+        raise DataError(
+            "banned_ids, with the end ids that min_new_tokens holds back, are all ids that the "
+            "model can say; leave some out"
+        )
 
 
 def _joined(parts: Sequence[Part]) -> Generation:

@@ -20,10 +20,20 @@ from medusa_train.ops.tree import Tree
 
 @dataclass(frozen=True, kw_only=True)
 class Typical:
-    """Typical acceptance (Cai et al. 2024, section 2.3.1), with the paper's numbers. Lossy."""
+    """Typical acceptance (Cai et al. 2024, section 2.3.1), with the paper's numbers. Lossy.
+
+    Raises:
+        ValueError: naming a number that is out of range.
+    """
 
     epsilon: float = EPSILON
     delta: float = DELTA
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.epsilon <= 1:
+            raise ValueError(f"epsilon must be from 0 to 1, got {self.epsilon}")
+        if not 0 <= self.delta < float("inf"):
+            raise ValueError(f"delta must be a finite number, 0 or more, got {self.delta}")
 
 
 class Medusa(Method):
@@ -65,7 +75,8 @@ class Medusa(Method):
         self._guesses = (guesses or HeadGuesses(model, heads, ranks)).limited(ranks)
         starts = [sum(ranks[:depth]) for depth in range(len(ranks))]
         places = [starts[len(path) - 1] + path[-1] for path in tree.paths]
-        self._places = torch.tensor(places, device=self.device)  # of each node in the guesses
+        # Of each node in the guesses
+        self._places = torch.tensor(places, dtype=torch.long, device=self.device)
 
     def _guess(self, tokens: Sequence[int]) -> Guesses:
         return Guesses(tree=self.tree, ids=self._guesses(self._hidden)[:, self._places])
@@ -135,6 +146,8 @@ class HeadGuesses:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Target ids, head by head, each head's from best to worst: [B, D] -> [B, sum of ranks]."""
+        if not self._ranks:
+            return torch.empty((len(hidden), 0), dtype=torch.long, device=hidden.device)
         return torch.cat([self._best(hidden, k) for k in range(len(self._ranks))], dim=-1)
 
     def each_head(self, hidden: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ decide, so a bad guess costs time and never changes an answer.
 Legend: B rows, N nodes (root included), D hidden size, V vocabulary.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,9 +40,14 @@ class Method(ABC):
     lossy = False  # whether answers may differ from those of plain decoding
 
     def __init__(self, model: LanguageModel, *, compiled: bool = False) -> None:
-        """Decode with `model`, through `torch.compile` if `compiled`."""
+        """Decode with `model`, through `torch.compile` if `compiled`.
+
+        Raises:
+            MedusaError: if it cannot be compiled.
+        """
         self.model = model
         self.run = 0  # counts calls of `start`
+        self.lock = threading.Lock()  # to hold around calls where threads share a method
         self._reader = Reader(model, compiled=compiled)
         self._layouts: dict[Tree, tuple[Tensor, Tensor]] = {}  # trails and depths on the device
 

@@ -22,6 +22,7 @@ class StopStrings:
         if any(not string for string in strings):
             raise DataError("a stop string is empty, which every answer holds; leave it out")
         self._strings, self._decode = tuple(strings), decode
+        self._longest = max((len(string) for string in strings), default=0)
         # A token has a byte at least; a few more, since a character may begin in an earlier one
         self._window = max((len(string.encode()) for string in strings), default=0) + 8
 
@@ -29,7 +30,11 @@ class StopStrings:
         """Whether the last token of an answer has completed one of them."""
         if not self._strings:
             return False
-        text = self._decode(list(ids[-self._window :]))
+        window = self._window
+        # Special tokens have no text: look further back where they stand
+        while window < len(ids) and len(self._decode(list(ids[-window:-1]))) < self._longest:
+            window *= 2
+        text = self._decode(list(ids[-window:]))
         return any(string in text for string in self._strings)
 
 

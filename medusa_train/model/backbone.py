@@ -35,7 +35,7 @@ from medusa_train.model.tiny import tiny_llama
 log = logging.getLogger(__name__)
 
 # States that a rejected draft cannot be taken out of again
-_NO_ROLLBACK = ("mamba", "rwkv", "recurrent", "jamba", "bamba", "zamba", "lfm", "linear_attention")
+_NO_ROLLBACK = ("mamba", "rwkv", "recurrent", "hybrid", "conv", "lfm", "linear_attention")
 
 
 class Backbone(LanguageModel):
@@ -198,8 +198,10 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f"model.device={name}: expected auto, cpu, cuda or cuda:N") from None
-    if device.type != "cuda":
+    if device.type == "cpu":
         return device
+    if device.type != "cuda":
+        raise ConfigError(f"model.device={name}: expected auto, cpu, cuda or cuda:N")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found == 0:
         raise ConfigError(f"model.device={name}: torch sees no CUDA device; use auto or cpu")
@@ -240,6 +242,8 @@ def _refuse_recurrent(model: PreTrainedModel, name: str) -> None:
     config = model.config.get_text_config()
     kinds = [config.model_type, *(getattr(config, "layer_types", None) or [])]
     bad = [kind for kind in kinds if any(word in kind for word in _NO_ROLLBACK)]
+    if model._is_stateful:  # transformers' own mark; not all it should have it
+        bad.append(config.model_type)
     if bad:
         raise ModelError(
             f"{name}: layers of type {bad[0]} keep a state that a rejected draft cannot be taken "

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from medusa_train.errors import ModelError
 from medusa_train.model.attention import use_grouped_attention
 from medusa_train.model.compat import cache_argument
-from medusa_train.model.compiled import compile_for_decoding
+from medusa_train.model.compiled import compile_for_decoding, refuse_compile
 from medusa_train.model.packed import fast_twin, plain_twin
 from medusa_train.ops.sample import best_ids
 
@@ -86,6 +86,14 @@ class LanguageModel:
     def position_bias(self, distance: Tensor) -> Tensor:
         """What masks add to scores of keys so far back, [...] -> [H or 1, ...]: here nothing."""
         return torch.zeros((1, *distance.shape), dtype=self.dtype, device=self.device)
+
+    def refuse_compiled(self) -> None:
+        """Refuse `compiled` forwards where they cannot be.
+
+        Raises:
+            ConfigError: if the compiler is missing or switched off.
+        """
+        refuse_compile(self.device, "decode.compile")
 
     def forward(
         self, ids: Tensor, *, positions: Tensor, mask: Any, cache: Any, compiled: bool = False

@@ -115,6 +115,17 @@ class Seq2SeqModel(LanguageModel):
         by_distance = by_place.flip(-1)
         return by_distance[:, distance.long().clamp(min=0).to(by_distance.device)]
 
+    def refuse_compiled(self) -> None:
+        """Always: the bias in its masks changes with every forward.
+
+        Raises:
+            ModelError: with what to do instead.
+        """
+        raise ModelError(
+            f"{self.name}: encoder-decoder models do not run through torch.compile; decode with "
+            "compiled=False"
+        )
+
     def forward(
         self, ids: Tensor, *, positions: Tensor, mask: Any, cache: Any, compiled: bool = False
     ) -> Tensor:
@@ -125,13 +136,8 @@ class Seq2SeqModel(LanguageModel):
             positions: not read.
             mask: may be None for a single token that nothing precedes.
             cache: has the `Source` of its rows.
-            compiled: is refused.
+            compiled: not read, see `refuse_compiled`.
         """
-        if compiled:
-            raise ModelError(
-                f"{self.name}: encoder-decoder models do not run through torch.compile; decode "
-                "with compiled=False"
-            )
         if mask is None:  # a token that sees itself alone does so at any bias
             mask = torch.zeros((1, 1, 1, 1), dtype=self.dtype, device=ids.device)
         source: Source = cache.source

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 GREEDY_BELOW = 1e-4  # a lower temperature is greedy everywhere; dividing by it would overflow
+EXTREME = 1e6  # beyond it scores of float32 are no numbers any more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,11 +31,15 @@ class Sampling:
 
     def __post_init__(self) -> None:
         rules = (
-            (0 <= self.temperature < float("inf"), "temperature", "a finite number, 0 or more"),
+            (0 <= self.temperature <= EXTREME, "temperature", f"from 0 to {EXTREME:g}"),
             (self.top_k >= 0, "top_k", "0 (off) or more"),
             (0 < self.top_p <= 1, "top_p", "more than 0, at most 1"),
             (0 <= self.min_p < 1, "min_p", "0 (off) or more, below 1"),
-            (0 < self.repetition_penalty < float("inf"), "repetition_penalty", "more than 0"),
+            (
+                1 / EXTREME <= self.repetition_penalty <= EXTREME,
+                "repetition_penalty",
+                f"from {1 / EXTREME:g} to {EXTREME:g}",
+            ),
             (self.min_new_tokens >= 0, "min_new_tokens", "0 or more"),
             (all(i >= 0 for i in self.banned_ids), "banned_ids", "token ids"),
         )

@@ -144,9 +144,9 @@ def test_the_tree_is_that_of_the_same_run_or_a_given_one_or_a_chain(run):
     [
         (None, "cannot be read"),
         ("{", "holds no tree"),
-        ("[]", "holds no tree"),
-        ('{"paths": 3}', "holds no tree"),
-        ('{"paths": [3]}', "holds no tree"),
+        ("[]", "holds no tree for these heads; expected"),
+        ('{"paths": 3}', "holds no tree for these heads; expected"),
+        ('{"paths": [3]}', "holds no tree for these heads; expected"),
         ('{"paths": [[0, 0]]}', r"lacks its parent"),
         ('{"paths": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}', "4 deep, there are 3 heads"),
         ('{"paths": [[0], [259]]}', "rank outside 0 ... 258"),

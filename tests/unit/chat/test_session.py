@@ -165,6 +165,9 @@ def test_what_was_said_is_saved_for_other_programs(tmp_path):
         ("/sav x", "there is no command /sav: /help lists them"),
         ("/save", "/save needs the name of a file"),
         ("/save no/such/folder/chat.json", "cannot be written"),
+        ("/save ~nobody-of-that-name/chat.json", "cannot be written"),
+        ("/save " + "x" * 300, "cannot be written"),
+        ("/save chat\0.json", "cannot be written"),
         ("x" * 3000, "context of 2048 leaves no room for an answer"),
     ],
 )

@@ -110,6 +110,7 @@ def test_a_config_cannot_be_changed(whole):
         ("medusa1.hidden_states=cached", "needs distill.hidden_states=true"),
         ("run_name=' '", "run_name=' ': expected the name of one folder"),
         ("run_name=../x", "run_name='../x': expected the name of one folder"),
+        ("run_name=" + "x" * 201, "at most 200 bytes"),
     ],
 )
 def test_a_bad_value_or_combination_is_refused_with_its_reason(whole, override, says):

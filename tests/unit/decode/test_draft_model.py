@@ -173,6 +173,13 @@ def test_the_next_number_of_guesses(limit, accepted, following):
     assert next_limit(limit, accepted) == following
 
 
+def test_a_large_first_number_of_guesses_stays_the_most(monkeypatch, tiny):
+    method = DraftModel(tiny, tiny, gamma=20, adaptive=True)
+    sizes = noted(monkeypatch, tiny, "forward", lambda ids, **_: ids.shape[1])
+    answer_of(method, PROMPT, 64)
+    assert [size for size in sizes if size > 2] == [len(PROMPT), len(PROMPT) - 1, 21, 21, 21]
+
+
 def adaptive_sizes(monkeypatch, tiny, draft, prompts):
     """Guesses of each step of one method on one prompt after the other."""
     method = DraftModel(tiny, draft, gamma=4, adaptive=True)

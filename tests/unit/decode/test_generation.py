@@ -1,5 +1,7 @@
 """Caps, ends and edges that hold for every method, and that nothing is left behind."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from decoding_case import (
@@ -67,7 +69,7 @@ def test_no_tokens_at_all(monkeypatch, case, name):
     assert (found.ids, found.finish_reason, found.steps, forwards) == ([], "length", 0, [])
     with pytest.raises(DataError, match="the prompt has no tokens"):
         answer_of(method, [], 0)
-    with pytest.raises(DataError, match="max_new_tokens must be 0 or more, got -1"):
+    with pytest.raises(DataError, match="max_new_tokens must be a whole number, 0 or more, got -1"):
         answer_of(method, case.prompt, -1)
 
 
@@ -134,8 +136,21 @@ REFUSED = {
     "an id below 0": (dict(prompt=[-1]), "prompt 0 has the id -1; the model reads 0 to 319"),
     "nothing left to say": (
         dict(sampling=Sampling(banned_ids=tuple(range(259)))),
-        "banned_ids holds every id that the model can say",
+        "are all ids that the model can say",
     ),
+    "nothing left to say but ends that are held back": (
+        dict(
+            sampling=Sampling(banned_ids=tuple(range(1, 259)), min_new_tokens=3),
+            end_ids=[0, 10**6],
+        ),
+        "with the end ids that min_new_tokens holds back",
+    ),
+    "a batch in place of a prompt": (
+        dict(prompt=torch.tensor([[5, 6]])),
+        "prompt 0 must be a list of token ids, got Tensor of Tensor",
+    ),
+    "text in place of ids": (dict(prompt="Why?"), "prompt 0 must be a list of token ids, got str"),
+    "half a token": (dict(max_new_tokens=2.5), "max_new_tokens must be a whole number"),
 }
 
 
@@ -148,6 +163,21 @@ def test_what_would_fail_on_the_way_is_refused_before(monkeypatch, case, name, f
     with pytest.raises(DataError, match=message):
         generate(method, **{"prompt": case.prompt, "max_new_tokens": 4, "end_ids": (), **settings})
     assert forwards == []
+
+
+@every_method
+def test_threads_that_share_a_method_get_right_answers_or_a_sentence(case, name):
+    method, prompts = case.method(name), [case.prompt, random_ids(9, seed=8)]
+    right = [answer_of(method, prompt, LENGTH).ids for prompt in prompts]
+
+    def ask(turn):
+        try:
+            return answer_of(method, prompts[turn % 2], LENGTH).ids == right[turn % 2]
+        except DataError as error:
+            return "has begun another answer" in str(error)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(ask, range(40)))
 
 
 @every_method

@@ -17,11 +17,11 @@ from decoding_case import (
     transformers_greedy,
 )
 
-from medusa_train.decode import Medusa
+from medusa_train.decode import Medusa, Typical
 from medusa_train.decode.medusa import HeadGuesses
 from medusa_train.errors import ModelError
 from medusa_train.model.heads import untrained_heads
-from medusa_train.ops.tree import chain
+from medusa_train.ops.tree import chain, chain_tree
 
 PROMPT = random_ids(10)
 LENGTH = 60
@@ -118,6 +118,28 @@ def test_the_tree_costs_no_context(tiny):
     method = Medusa(tiny, make_heads(tiny, "own"), make_tree(chain(3), num_heads=3))
     assert method.max_positions == 2048
     assert method.longest_block == 4
+
+
+def test_a_tree_without_guesses_is_plain_decoding(tiny, text):
+    """The smallest a search for trees may come to."""
+    found = answer_of(Medusa(tiny, make_heads(tiny, "own"), chain_tree(0)), PROMPT, 9)
+    assert (found.ids, found.accepted) == (text[len(PROMPT) :][:9], [0] * 8)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"epsilon": -0.1}, "epsilon must be from 0 to 1, got -0.1"),
+        ({"epsilon": 1.1}, "epsilon must be"),
+        ({"epsilon": float("nan")}, "epsilon must be"),
+        ({"delta": -1.0}, "delta must be a finite number, 0 or more, got -1.0"),
+        ({"delta": float("nan")}, "delta must be"),
+        ({"delta": float("inf")}, "delta must be"),
+    ],
+)
+def test_a_typical_acceptance_that_makes_no_sense_is_refused(numbers, message):
+    with pytest.raises(ValueError, match=message):
+        Typical(**numbers)
 
 
 def test_heads_and_trees_that_do_not_fit_are_refused(tiny):

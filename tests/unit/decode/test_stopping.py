@@ -43,7 +43,7 @@ def test_an_end_id_behind_the_room_does_not_count():
 
 # Stop strings. Tokens of this vocabulary hold more than one character
 
-PIECES = ["Hel", "lo", " wor", "ld", "!", "\n", "\nUs", "er:", " x"]
+PIECES = ["Hel", "lo", " wor", "ld", "!", "\n", "\nUs", "er:", " x", ""]  # the last is special
 
 
 def spell(ids):
@@ -91,6 +91,13 @@ def test_a_string_of_many_short_tokens_far_into_the_answer(length):
     string = "!" + "\n" * length
     block = [*[0, 1] * 50, 4, *[5] * 60]
     assert cut(block, string, room=999) == (block[: 101 + length], "stop")
+
+
+@pytest.mark.parametrize("specials", [1, 9, 60, 500])
+def test_special_tokens_inside_a_string_have_no_text(specials):
+    block = [*[8] * 30, 2, *[9] * specials, 3, 4]
+    assert cut(block, "x world", room=999) == (block[:-1], "stop")
+    assert cut(block, "x  world", room=999) == (block, None)
 
 
 @pytest.mark.parametrize("character", ["e", "é", "€", "🙂"])

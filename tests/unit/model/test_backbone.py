@@ -114,6 +114,9 @@ def test_a_template_that_refuses_says_why():
         ("Falcon", {"alibi": True}, "falcon takes no position ids"),
         ("Mamba", {"state_size": 4}, "layers of type mamba keep a state"),
         ("RecurrentGemma", {"num_hidden_layers": 3}, "layers of type recurrent"),
+        ("FalconH1", {"mamba_d_ssm": 32, "mamba_n_heads": 4}, "layers of type hybrid"),
+        ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of type lfm2"),
+        ("Rwkv", {}, "layers of type rwkv"),
     ],
 )
 def test_models_that_cannot_be_served_are_refused(name, settings, message):

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from medusa_train.ops.sample import Sampling, best_ids, draw, penalise, probabilities
+from medusa_train.ops.sample import (
+    EXTREME,
+    GREEDY_BELOW,
+    Sampling,
+    best_ids,
+    draw,
+    penalise,
+    probabilities,
+)
 
 LAW = torch.tensor([0.15, 0.4, 0.05, 0.3, 0.1])
 DRAWS = 40_000
@@ -158,15 +166,18 @@ def test_the_best_is_the_first_of_equals(size, dtype):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": -1.0}, "temperature must be a finite number, 0 or more, got -1.0"),
-        ({"temperature": float("inf")}, "temperature must be a finite number"),
-        ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"temperature": -1.0}, r"temperature must be from 0 to 1e\+06, got -1.0"),
+        ({"temperature": 1e7}, "temperature must be from 0"),
+        ({"temperature": float("inf")}, "temperature must be from 0"),
+        ({"temperature": float("nan")}, "temperature must be from 0"),
         ({"top_k": -1}, r"top_k must be 0 \(off\) or more, got -1"),
         ({"top_p": 0.0}, "top_p must be more than 0, at most 1, got 0.0"),
         ({"top_p": 1.1}, "top_p must be"),
         ({"min_p": 1.0}, r"min_p must be 0 \(off\) or more, below 1, got 1.0"),
         ({"min_p": -0.1}, "min_p must be"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be more than 0, got 0.0"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty must be from 1e-06 to 1e\+06, got 0.0"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty must be"),
+        ({"repetition_penalty": 1e40}, "repetition_penalty must be"),
         ({"min_new_tokens": -1}, "min_new_tokens must be 0 or more, got -1"),
         ({"banned_ids": (3, -1)}, r"banned_ids must be token ids, got \(3, -1\)"),
     ],
@@ -174,3 +185,17 @@ def test_the_best_is_the_first_of_equals(size, dtype):
 def test_settings_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)
+
+
+@pytest.mark.parametrize("penalty", [1 / EXTREME, EXTREME])
+@pytest.mark.parametrize("temperature", [GREEDY_BELOW, EXTREME])
+def test_extreme_settings_still_make_a_law(penalty, temperature):
+    logits = penalise(
+        torch.tensor([[400.0, -400.0, 0.0, float("-inf")]]),
+        torch.tensor([[True, True, False, True]]),
+        penalty,
+    )
+    law = probabilities(logits, Sampling(temperature=temperature))
+    assert law.isfinite().all()
+    assert law.sum().item() == pytest.approx(1)
+    assert law[0, 3] == 0
