@@ -9,7 +9,7 @@ from typing import Any
 from medusa_train.config.schema import Config
 from medusa_train.config.training import OptimConfig
 from medusa_train.data.prompts import prompts_by_split
-from medusa_train.errors import CheckpointError
+from medusa_train.errors import CheckpointError, ConfigError
 from medusa_train.evaluate.results_schema import BackboneChange
 from medusa_train.track.manifest import (
     Stage,
@@ -100,6 +100,7 @@ class Layout:
         Raises:
             CheckpointError: for finished stages of other settings, or under `paths` of another
                 model.
+            ConfigError: if what is to be measured needs a draft model and there is none.
         """
         stages = self._config.stages
         needed = {need for name in stages for need in self._needs(name)}
@@ -120,6 +121,13 @@ class Layout:
             if given is not None:
                 made, now = {"model": made.get("model")}, {"model": now["model"]}
             refuse_other_settings(self.folder(name), made, now)
+        wanted = "evaluate" in stages and "draft_adaptive" in self._config.evaluate.also
+        if wanted and not self.has("draft"):
+            raise ConfigError(
+                f"evaluate.also has draft_adaptive, but {self.folder('draft')} holds no draft "
+                "model: add draft to stages, give its folder as paths.draft, or leave "
+                "draft_adaptive out"
+            )
 
     def _settings(self, name: str) -> dict[str, Any]:
         config = self._config

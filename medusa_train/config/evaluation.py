@@ -5,6 +5,8 @@ from typing import Literal
 
 from medusa_train.config.training import STRICT, require
 
+AlsoName = Literal["lookup", "draft_adaptive", "medusa_typical"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeConfig:
@@ -16,12 +18,17 @@ class DecodeConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateConfig:
-    """What is measured. `tree` is `auto` (searched) or a list of rank paths such as [[0],[0,0]]."""
+    """What is measured. `tree` is `auto` (searched) or a list of rank paths such as [[0],[0,0]].
+
+    `also` names methods beside plain decoding, Medusa and the draft model with a fixed gamma.
+    """
 
     __pydantic_config__ = STRICT
     num_prompts: int
     max_new_tokens: int
     gammas: tuple[int, ...]
+    also: tuple[AlsoName, ...]
+    typical_temperature: float
     tree: Literal["auto"] | tuple[tuple[int, ...], ...]
     tree_sizes: tuple[int, ...]
     min_tokens_per_step: float | None
@@ -37,6 +44,15 @@ class EvaluateConfig:
             (
                 bool(self.gammas) and all(gamma >= 1 for gamma in self.gammas),
                 f"gammas needs at least one number, all at least 1, got {list(self.gammas)}",
+            ),
+            (
+                len(set(self.also)) == len(self.also),
+                f"also must name each method once, got {list(self.also)}",
+            ),
+            (
+                0.01 <= self.typical_temperature <= 10,
+                "typical_temperature must be from 0.01 to 10, since typical acceptance is greedy "
+                f"where nothing is drawn, got {self.typical_temperature}",
             ),
             (
                 bool(self.tree_sizes) and all(1 <= size <= 256 for size in self.tree_sizes),

@@ -44,13 +44,7 @@ def exactness_section(dtype: str, methods: Sequence[tuple[str, MethodResult]]) -
         dtype: of the run.
         methods: by name, plain decoding first.
     """
-    sentences: list[str] = []
-    for name, method in methods[1:]:
-        found = method.exactness
-        sentences.append(
-            f"{name}: {found.identical} of {found.prompts} answers are identical to plain "
-            f"decoding's{_positions(found.first_difference)}{_near_ties(found.gaps)}."
-        )
+    sentences = [_sentence(name, method) for name, method in methods[1:]]
     sentences.append(
         "Greedy verification is exact in exact arithmetic. A forward over several tokens rounds "
         "differently from one over a single token, so near-ties may flip: now and then in bfloat16 "
@@ -59,6 +53,17 @@ def exactness_section(dtype: str, methods: Sequence[tuple[str, MethodResult]]) -
     shares = (f"{method.repetition_share:.1%} ({name})" for name, method in methods)
     sentences.append(f"Tokens that repeat an earlier 4-gram of their answer: {', '.join(shares)}.")
     return " ".join(sentences)
+
+
+def _sentence(name: str, method: MethodResult) -> str:
+    found = method.exactness
+    counted = f"{found.identical} of {found.prompts} answers are identical to plain decoding's"
+    if method.lossy:
+        return (
+            f"{name}: {counted}; it is not meant to be equal, since it draws tokens at temperature "
+            f"{method.temperature:g} and accepts guesses that are merely likely enough."
+        )
+    return f"{name}: {counted}{_positions(found.first_difference)}{_near_ties(found.gaps)}."
 
 
 def _near_ties(gaps: Sequence[float | None]) -> str:

@@ -10,11 +10,19 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from medusa_train.config.evaluation import AlsoName
+from medusa_train.evaluate.names import other_name
 from medusa_train.evaluate.results_schema import Results
 
 SPEEDUP, ACCEPTANCE = "speedup.png", "acceptance.png"
 
 _GREY, _ORANGE, _BLUE, _INK = "#999999", "#E69F00", "#0072B2", "#222222"
+# Of further methods: colour, style of the line, label of the bar
+_OTHERS: dict[AlsoName, tuple[str, str, str]] = {
+    "lookup": ("#009E73", "^-.", "prompt\nlookup"),
+    "draft_adaptive": ("#CC79A7", "D:", "draft\nadaptive"),
+    "medusa_typical": ("#56B4E9", "v:", "Medusa\ntypical"),
+}
 _SIZE_INCHES, _DPI = (7.0, 4.0), 150
 
 
@@ -60,6 +68,10 @@ def _bars(results: Results) -> list[tuple[str, str, float, tuple[float, float]]]
     if methods.medusa is not None:
         label = f"Medusa\n{methods.medusa.tree_nodes} nodes"
         bars.append((label, _BLUE, methods.medusa.speedup, methods.medusa.speedup_ci95))
+    for key, method in methods.others.items():
+        colour, _, label = _OTHERS[key]
+        label += "\n(lossy)" if method.lossy else ""
+        bars.append((label, colour, method.speedup, method.speedup_ci95))
     return bars
 
 
@@ -72,13 +84,18 @@ def _acceptance_figure(results: Results) -> Figure:
     if draft is not None:
         label = f"draft model, gamma {draft.gamma}"
         _line(axes, draft.acceptance_by_depth, label, _ORANGE, "s--")
+    for key, method in results.methods.others.items():
+        colour, style, _ = _OTHERS[key]
+        _line(axes, method.acceptance_by_depth, other_name(key, method), colour, style)
     if axes.lines:
         axes.legend(frameon=False)
     else:
         note = "no step with drafts was measured"
         axes.text(0.5, 0.5, note, ha="center", transform=axes.transAxes)
     axes.set_ylim(0, 1.05)
-    deepest = max((len(line.get_xdata()) for line in axes.lines), default=1)  # pyright: ignore
+    # Methods that may go far seldom do: what no step reached is left out of sight
+    reached = (sum(share > 0 for share in line.get_ydata()) for line in axes.lines)  # pyright: ignore
+    deepest = max(1, *reached) if axes.lines else 1
     axes.set_xlim(0.7, deepest + 0.3)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0))

@@ -1,8 +1,4 @@
-"""`report.md`: what the results say, in words and tables for people who decide.
-
-The verdict claims no more than the intervals do: a comparison whose 95 % interval covers 1, or
-rests on a handful of prompts, is reported as undecided.
-"""
+"""`report.md`: what the results say, in words and tables for people who decide."""
 
 from pathlib import Path
 
@@ -10,14 +6,13 @@ from pydantic import JsonValue
 
 from medusa_train.evaluate.exactness import exactness_section
 from medusa_train.evaluate.markdown import megabytes, number, table, with_interval
+from medusa_train.evaluate.names import named_methods
 from medusa_train.evaluate.plots import ACCEPTANCE, SPEEDUP, draw_plots
-from medusa_train.evaluate.results_schema import MethodResult, Results
+from medusa_train.evaluate.results_schema import Results
+from medusa_train.evaluate.verdict import verdict
 from medusa_train.track.manifest import write_text
 
 REPORT = "report.md"
-
-MIN_PROMPTS = 10  # resampling fewer says little of the spread of prompts
-MUCH_REPETITION = 0.2  # share of tokens; above it answers run in circles
 
 _DEFINITIONS = """\
 * Tokens per step: mean tokens that one forward of the model emits after the prefill (plain: 1).
@@ -54,7 +49,7 @@ def render_report(results: Results) -> str:
         "## Speed-up by kind of prompt",
         _kinds(results),
         "## Exactness and repetition",
-        exactness_section(results.model.dtype, _methods(results)),
+        exactness_section(results.model.dtype, named_methods(results)),
         "## How to reproduce",
         _reproduce(results.provenance),
         "## Definitions",
@@ -63,74 +58,19 @@ def render_report(results: Results) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def verdict(results: Results) -> str:
-    """One paragraph: each method against plain decoding, then Medusa against the draft model."""
-    medusa, draft = results.methods.medusa, results.methods.draft_model
-    prompts = results.model.num_prompts
-    sentences: list[str] = []
-    if medusa is None:
-        sentences.append("Medusa was not measured.")
-    else:
-        measured = (medusa.speedup, medusa.speedup_ci95)
-        sentences.append(_compare("Medusa", "plain decoding", *measured, prompts))
-    if draft is None:
-        sentences.append("No draft model was measured, so Medusa is not compared with one.")
-    else:
-        name = f"The best draft model (gamma {draft.gamma})"
-        measured = (draft.speedup, draft.speedup_ci95)
-        sentences.append(_compare(name, "plain decoding", *measured, prompts))
-    between = results.comparison.medusa_over_draft
-    if between is not None:
-        measured = (between.ratio, between.ci95)
-        sentences.append(_compare("Medusa", "the best draft model", *measured, prompts))
-    if medusa is not None or draft is not None:
-        sentences.append("Brackets hold 95 % intervals over prompts.")
-    share = results.methods.plain.repetition_share
-    if share > MUCH_REPETITION:
-        sentences.append(
-            f"Beware: {share:.0%} of the tokens of the plain answers repeat an earlier 4-gram. "
-            "Answers that run in circles are easy to draft, so these speed-ups flatter."
-        )
-    return " ".join(sentences)
-
-
-def _compare(
-    name: str, other: str, ratio: float, interval: tuple[float, float], prompts: int
-) -> str:
-    """What a ratio of speeds and its interval allow to say."""
-    low, high = interval
-    text = with_interval(ratio, interval)
-    if prompts < MIN_PROMPTS:
-        few = f"{prompts} prompt{'s are' if prompts > 1 else ' is'} too few for an interval"
-        return f"{name} ran at {text} times the speed of {other}, but {few}: this run cannot tell."
-    if low > 1:
-        return f"{name} is faster than {other}: {text} times its speed."
-    if high < 1:
-        return f"{name} is slower than {other}: {text} times its speed, below 1."
-    below = "below 1 on these prompts, but " if ratio < 1 else ""
-    return (
-        f"{name} ran at {text} times the speed of {other}: {below}the interval covers 1, "
-        "so this run cannot tell which is faster."
-    )
-
-
 def _conditions(results: Results) -> str:
     model = results.model
+    drawn = [
+        f"{name}: at temperature {method.temperature:g}"
+        for name, method in named_methods(results)
+        if method.temperature > 0
+    ]
+    greedy = f"greedy ({', '.join(drawn)})" if drawn else "greedy"
     return (
         f"Measured on {model.num_prompts} prompts with up to {model.max_new_tokens} new tokens "
-        f"each, one prompt at a time, greedy, on {model.device} in {model.dtype} "
+        f"each, one prompt at a time, {greedy}, on {model.device} in {model.dtype} "
         f"({model.parameters:,} parameters, {megabytes(model.bytes)} MB)."
     )
-
-
-def _methods(results: Results) -> list[tuple[str, MethodResult]]:
-    methods = results.methods
-    found: list[tuple[str, MethodResult]] = [("plain", methods.plain)]
-    if methods.draft_model is not None:
-        found.append((f"draft model, gamma {methods.draft_model.gamma}", methods.draft_model))
-    if methods.medusa is not None:
-        found.append((f"Medusa, {methods.medusa.tree_nodes} nodes", methods.medusa))
-    return found
 
 
 def _trade_offs(results: Results) -> str:
@@ -149,7 +89,7 @@ def _trade_offs(results: Results) -> str:
                 number(method.training_tokens, 0),
                 number(method.training_seconds, 0),
             )
-            for name, method in _methods(results)
+            for name, method in named_methods(results)
         ),
     )
 
@@ -169,7 +109,7 @@ def _costs(provenance: dict[str, JsonValue]) -> str:
 def _residuals(results: Results) -> str:
     found = [
         f"{'not known' if method.residual is None else f'{method.residual:+.1%}'} ({name})"
-        for name, method in _methods(results)
+        for name, method in named_methods(results)
     ]
     return "Residual of speed-up = tokens per step / overhead: " + ", ".join(found) + "."
 
@@ -237,7 +177,7 @@ def _tree(results: Results) -> list[str]:
 
 
 def _kinds(results: Results) -> str:
-    methods = _methods(results)[1:]
+    methods = named_methods(results)[1:]
     rows = (
         (
             kind,

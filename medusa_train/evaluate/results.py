@@ -5,33 +5,36 @@ The classes that make up the schema are in `results_schema`.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from medusa_train.config.evaluation import AlsoName
 from medusa_train.errors import DataError
 from medusa_train.evaluate import statistics
-from medusa_train.evaluate.exactness import compare_answers
+from medusa_train.evaluate.method_result import (
+    PLAIN_TRAITS,
+    Baseline,
+    Traits,
+    gamma_result,
+    method_fields,
+)
 from medusa_train.evaluate.near_ties import Gap
 from medusa_train.evaluate.results_schema import (
     SCHEMA,
     VERSION,
-    AddedWeights,
     Bootstrap,
     Comparison,
     DraftInfo,
     DraftModelResult,
     DraftResult,
-    GammaResult,
     HeadsInfo,
-    KindSpeedup,
     MedusaResult,
     MethodResult,
     Methods,
     ModelInfo,
-    Ratio,
     Results,
     TreeInfo,
 )
@@ -50,6 +53,7 @@ def build_results(
     heads: HeadsInfo | None,
     draft: DraftInfo | None,
     tree: TreeInfo | None,
+    others: Mapping[AlsoName, Traits],
     gap: Gap,
     provenance: Mapping[str, Any],
     bootstrap_samples: int,
@@ -58,12 +62,13 @@ def build_results(
     """Everything worth knowing of measured answers.
 
     Args:
-        measurements: `plain`, and any of `medusa` and `draft_model/gamma=N` for several N; the
-            same prompts in the same order in each.
+        measurements: `plain`, and any of `medusa`, `draft_model/gamma=N` for several N and the
+            names of `others`; the same prompts in the same order in each.
         model: the backbone.
         heads: given with `medusa`, and only then.
         draft: given with a `draft_model/gamma=N`, and only then.
         tree: given with `medusa`, and only then.
+        others: further methods, by name.
         gap: how near to a tie an answer left plain decoding's.
         provenance: JSON-like, for people; `command` is shown as such by the report.
         bootstrap_samples: of each interval.
@@ -72,25 +77,42 @@ def build_results(
     Raises:
         ValueError: if measurements and blocks do not belong together, or a number is not finite.
     """
-    gammas = _by_gamma(measurements)
-    _check_blocks(measurements, gammas, model=model, heads=heads, draft=draft, tree=tree)
+    gammas = _by_gamma(measurements, others)
+    _check_blocks(
+        measurements, gammas, model=model, heads=heads, draft=draft, tree=tree, others=others
+    )
     bootstrap = Bootstrap(samples=bootstrap_samples, seed=seed)
     plain, medusa = measurements[PLAIN], measurements.get(MEDUSA)
-    baseline = _Baseline(plain=plain, bootstrap=bootstrap, gap=gap)
+    baseline = Baseline(plain=plain, bootstrap=bootstrap, gap=gap)
     best = max(gammas, key=lambda gamma: statistics.speedup(gammas[gamma], plain), default=None)
     results = Results(
         schema=SCHEMA,
         version=VERSION,
         model=model,
         methods=Methods(
-            plain=MethodResult(**_method(plain, None, 0, baseline)),
-            draft_model=None if best is None else _draft_model(gammas, best, draft, baseline),
-            medusa=None if not (medusa and tree) else _medusa(medusa, heads, tree, baseline),
+            plain=MethodResult(**method_fields(plain, PLAIN_TRAITS, baseline)),
+            draft_model=None
+            if best is None or draft is None
+            else _draft_model(gammas, best, draft, baseline),
+            medusa=None
+            if medusa is None or heads is None or tree is None
+            else _medusa(medusa, heads, tree, baseline),
+            others={
+                name: MethodResult(**method_fields(measurements[name], traits, baseline))
+                for name, traits in others.items()
+            },
         ),
         comparison=Comparison(
             medusa_over_draft=None
             if medusa is None or best is None
-            else _ratio(medusa, gammas[best], bootstrap)
+            else baseline.ratio(medusa, gammas[best]),
+            medusa_over_others={}
+            if medusa is None
+            else {
+                name: baseline.ratio(medusa, measurements[name])
+                for name, traits in others.items()
+                if not traits.lossy  # which does other work
+            },
         ),
         heads=heads,
         draft=None if best is None or draft is None else _draft(gammas, best, draft, baseline),
@@ -140,12 +162,14 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not strict JSON")
 
 
-def _by_gamma(measurements: Mapping[str, Measurements]) -> dict[int, Measurements]:
+def _by_gamma(
+    measurements: Mapping[str, Measurements], others: Mapping[AlsoName, Traits]
+) -> dict[int, Measurements]:
     """The draft model's measurements, smallest gamma first."""
     found = {
         int(name.removeprefix(DRAFT_PREFIX)): measured
         for name, measured in measurements.items()
-        if name not in (PLAIN, MEDUSA)
+        if name not in (PLAIN, MEDUSA, *others)
     }
     return dict(sorted(found.items()))
 
@@ -158,113 +182,38 @@ def _check_blocks(
     heads: HeadsInfo | None,
     draft: DraftInfo | None,
     tree: TreeInfo | None,
+    others: Mapping[AlsoName, Traits],
 ) -> None:
     measured = MEDUSA in measurements
     if {measured} != {heads is not None, tree is not None}:
         raise ValueError(f"medusa measured: {measured}; heads and tree go with it, both or neither")
     if bool(gammas) != (draft is not None):
         raise ValueError(f"gammas measured: {list(gammas)}; a draft block goes with them")
+    if not others.keys() <= measurements.keys() - {PLAIN, MEDUSA}:
+        raise ValueError(f"others are {list(others)}, measured are {list(measurements)}")
     if model.num_prompts != len(measurements[PLAIN]):
         raise ValueError(
             f"num_prompts={model.num_prompts}, but {len(measurements[PLAIN])} were measured"
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Baseline:
-    """What every method is compared with, and how."""
-
-    plain: Measurements
-    bootstrap: Bootstrap
-    gap: Gap
-
-
 def _medusa(
-    measured: Measurements, heads: HeadsInfo | None, tree: TreeInfo, baseline: _Baseline
+    measured: Measurements, heads: HeadsInfo, tree: TreeInfo, baseline: Baseline
 ) -> MedusaResult:
-    fields = _method(measured, heads, tree.depth, baseline)
+    fields = method_fields(measured, Traits(adds=heads, depth=tree.depth), baseline)
     return MedusaResult(**fields, tree_nodes=tree.nodes)
 
 
 def _draft_model(
-    gammas: Mapping[int, Measurements], best: int, draft: DraftInfo | None, baseline: _Baseline
+    gammas: Mapping[int, Measurements], best: int, draft: DraftInfo, baseline: Baseline
 ) -> DraftModelResult:
-    return DraftModelResult(**_method(gammas[best], draft, best, baseline), gamma=best)
+    fields = method_fields(gammas[best], Traits(adds=draft, depth=best), baseline)
+    return DraftModelResult(**fields, gamma=best)
 
 
 def _draft(
-    gammas: Mapping[int, Measurements], best: int, draft: DraftInfo, baseline: _Baseline
+    gammas: Mapping[int, Measurements], best: int, draft: DraftInfo, baseline: Baseline
 ) -> DraftResult:
-    by_gamma = {str(gamma): _gamma(gammas[gamma], gamma, baseline) for gamma in gammas}
+    by_gamma = {str(gamma): gamma_result(gammas[gamma], gamma, baseline) for gamma in gammas}
     rate = by_gamma[str(best)].acceptance_rate
     return DraftResult(**asdict(draft), acceptance_rate=rate, by_gamma=by_gamma)
-
-
-def _ratio(method: Measurements, baseline: Measurements, bootstrap: Bootstrap) -> Ratio:
-    low, high = statistics.speedup_interval(
-        method, baseline, samples=bootstrap.samples, seed=bootstrap.seed
-    )
-    return Ratio(ratio=statistics.speedup(method, baseline), ci95=(low, high))
-
-
-def _overhead(method: Measurements, plain: Measurements) -> float | None:
-    ours, theirs = statistics.step_seconds(method), statistics.step_seconds(plain)
-    return ours / theirs if ours is not None and theirs else None
-
-
-def _gamma(measured: Measurements, gamma: int, baseline: _Baseline) -> GammaResult:
-    speedup = _ratio(measured, baseline.plain, baseline.bootstrap)
-    return GammaResult(
-        speedup=speedup.ratio,
-        speedup_ci95=speedup.ci95,
-        tokens_per_step=statistics.tokens_per_step(measured),
-        acceptance_rate=statistics.draft_acceptance_rate(measured, gamma=gamma),
-        overhead=_overhead(measured, baseline.plain),
-    )
-
-
-def _method(
-    measured: Measurements, extra: AddedWeights | None, depth: int, baseline: _Baseline
-) -> dict[str, Any]:
-    """The fields of a `MethodResult`; `extra` is what the method adds to the backbone."""
-    plain = baseline.plain
-    speedup = _ratio(measured, plain, baseline.bootstrap)
-    per_step, overhead = statistics.tokens_per_step(measured), _overhead(measured, plain)
-    step = statistics.step_seconds(measured)
-    exactness = compare_answers(measured, plain, baseline.gap)
-    answers = [m.generation for m in measured]
-    return {
-        "architecture": "the backbone alone" if extra is None else extra.architecture,
-        "verification": "reference: plain greedy decoding"
-        if extra is None
-        else "greedy: output equals plain decoding in exact arithmetic; "
-        f"{exactness.identical} of {exactness.prompts} answers identical here",
-        "tokens_per_step": per_step,
-        "accepted_drafts_per_step": None if per_step is None else per_step - 1,
-        "overhead": overhead,
-        "speedup": speedup.ratio,
-        "speedup_ci95": speedup.ci95,
-        "residual": speedup.ratio * overhead / per_step - 1 if per_step and overhead else None,
-        "tokens": sum(len(answer.ids) for answer in answers),
-        "seconds": sum(answer.seconds for answer in answers),
-        "tokens_per_second": statistics.tokens_per_second(measured),
-        "prefill_seconds": sum(answer.prefill_seconds for answer in answers),
-        "decode_seconds": sum(answer.decode_seconds for answer in answers),
-        "steps": sum(answer.steps for answer in answers),
-        "step_ms": None if step is None else 1000 * step,
-        "acceptance_by_depth": statistics.acceptance_by_depth(measured, depth=depth),
-        "exactness": exactness,
-        "repetition_share": statistics.repetition_share(measured),
-        "extra_memory_bytes": 0 if extra is None else extra.bytes,
-        "training_tokens": 0 if extra is None else extra.training_tokens,
-        "training_seconds": 0.0 if extra is None else extra.training_seconds,
-        "speedup_by_kind": _speedup_by_kind(measured, plain),
-    }
-
-
-def _speedup_by_kind(measured: Measurements, plain: Measurements) -> dict[str, KindSpeedup]:
-    references = statistics.split_by_kind(plain)
-    return {
-        kind: KindSpeedup(speedup=statistics.speedup(ours, references[kind]), prompts=len(ours))
-        for kind, ours in statistics.split_by_kind(measured).items()
-    }

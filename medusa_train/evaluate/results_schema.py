@@ -9,8 +9,10 @@ from typing import Literal
 
 from pydantic import ConfigDict, JsonValue
 
+from medusa_train.config.evaluation import AlsoName
+
 SCHEMA = "medusa_train.results"
-VERSION = 2  # raised by every change of a key, a unit or a meaning
+VERSION = 3  # raised by every change of a key, a unit or a meaning
 
 
 class _Record:
@@ -112,6 +114,8 @@ class MethodResult(_Record):
 
     architecture: str
     verification: str
+    lossy: bool
+    temperature: float
     tokens_per_step: float | None
     accepted_drafts_per_step: float | None
     overhead: float | None
@@ -150,11 +154,12 @@ class DraftModelResult(MethodResult):
 
 @dataclass(frozen=True, kw_only=True)
 class Methods(_Record):
-    """All methods; null where one was not measured."""
+    """All methods; null where one was not measured, `others` by their names in the settings."""
 
     plain: MethodResult
     draft_model: DraftModelResult | None
     medusa: MedusaResult | None
+    others: dict[AlsoName, MethodResult]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +175,7 @@ class Comparison(_Record):
     """Methods against each other."""
 
     medusa_over_draft: Ratio | None
+    medusa_over_others: dict[AlsoName, Ratio]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +210,7 @@ class Results(_Record):
     """Everything that `results.json` holds."""
 
     schema: Literal["medusa_train.results"]
-    version: Literal[2]
+    version: Literal[3]
     model: ModelInfo
     methods: Methods
     comparison: Comparison

@@ -8,13 +8,18 @@ from typing import Any
 from medusa_train.config.schema import Config
 from medusa_train.data.prompts import EncodedPrompt, encode_prompts, prompts_by_split
 from medusa_train.data.rows import Row, read_split
-from medusa_train.decode import DraftModel, Medusa, Method, Plain
 from medusa_train.errors import DataError
 from medusa_train.evaluate.describe import draft_info, model_info
+from medusa_train.evaluate.methods import (
+    make_methods,
+    most_guesses,
+    samplings,
+    traits_of_others,
+)
 from medusa_train.evaluate.near_ties import gap_of
 from medusa_train.evaluate.report import write_report
 from medusa_train.evaluate.results import build_results, write_results
-from medusa_train.evaluate.results_schema import Results
+from medusa_train.evaluate.results_schema import MethodResult, Results
 from medusa_train.evaluate.speed import measure
 from medusa_train.evaluate.tree_choice import choose_tree
 from medusa_train.model.backbone import Backbone
@@ -41,7 +46,7 @@ def evaluate(
     heads: Trained,
     draft: Trained | None,
 ) -> dict[str, Any]:
-    """Measure plain, draft-model and Medusa decoding; write results, report and plots.
+    """Measure plain, draft-model, Medusa and further decoding; write results, report and plots.
 
     Args:
         config: the whole run.
@@ -54,7 +59,7 @@ def evaluate(
     Returns:
         The headline numbers.
     """
-    settings, compiled = config.evaluate, config.decode.compile
+    settings = config.evaluate
     prompts = _prompts(config, backbone)
     limits = {"vocab_size": backbone.vocab_size, "context": backbone.max_positions}
     calibration = read_split(distilled / "calibration", **limits)
@@ -64,15 +69,9 @@ def evaluate(
     )
     heads_info, tree, tree_info = choose_tree(config, backbone, medusa_heads, heads, calibration)
     write_json(stage.folder / TREE, {"paths": [list(path) for path in tree.paths]})
-    methods: dict[str, Method] = {
-        "plain": Plain(backbone, compiled=compiled),
-        "medusa": Medusa(backbone, medusa_heads, tree, compiled=compiled),
-    }
     draft_model = None if draft is None else _load_draft(config, backbone, draft.folder)
-    if draft_model is not None:
-        for gamma in sorted(set(settings.gammas)):
-            method = DraftModel(backbone, draft_model, gamma=gamma, compiled=compiled)
-            methods[method.name] = method
+    draft_facts = draft_info(config, draft, draft_model)
+    methods = make_methods(config, backbone, medusa_heads, tree, draft_model)
     with progress("evaluate", len(prompts)) as meter:
         measurements = measure(
             methods,
@@ -81,13 +80,15 @@ def evaluate(
             max_new_tokens=settings.max_new_tokens,
             warmup=settings.warmup_prompts,
             meter=meter,
+            samplings=samplings(config),
         )
     results = build_results(
         measurements,
         model=model_info(config, backbone, len(prompts)),
         heads=heads_info,
-        draft=draft_info(config, draft, draft_model),
+        draft=draft_facts,
         tree=tree_info,
+        others=traits_of_others(config, methods, heads=heads_info, draft=draft_facts),
         gap=gap_of(backbone, {encoded.prompt.id: encoded.ids for encoded in prompts}),
         provenance={**provenance(), "distill": distill_cost(distilled)},
         bootstrap_samples=settings.bootstrap_samples,
@@ -109,7 +110,7 @@ def _prompts(config: Config, backbone: Backbone) -> list[EncodedPrompt]:
         backbone,
         system=config.prompts.system,
         max_new_tokens=config.evaluate.max_new_tokens
-        + max(config.heads.num_heads, *config.evaluate.gammas),
+        + most_guesses(config.evaluate, config.heads.num_heads),
     )
 
 
@@ -158,8 +159,12 @@ def _write(
 
 def _headline(results: Results) -> dict[str, Any]:
     headline: dict[str, Any] = {}
-    for name in ("plain", "draft_model", "medusa"):
-        method = getattr(results.methods, name)
+    measured: dict[str, MethodResult | None] = {
+        name: getattr(results.methods, name) for name in ("plain", "draft_model", "medusa")
+    }
+    for key, method in results.methods.others.items():
+        measured[f"{key}_lossy" if method.lossy else key] = method
+    for name, method in measured.items():
         if method is not None:
             headline[f"{name}/tokens_per_step"] = method.tokens_per_step
             headline[f"{name}/overhead"] = method.overhead

@@ -6,13 +6,15 @@ faster on the way does so for all alike.
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from medusa_train.data.prompts import EncodedPrompt
-from medusa_train.decode.generation import Method, clock, generate
+from medusa_train.decode.generation import GREEDY, Method, clock, generate
 from medusa_train.evaluate.statistics import Measurement
 from medusa_train.model.backbone import Backbone
+from medusa_train.ops.sample import Sampling
 from medusa_train.track.progress import Meter
 
 
@@ -45,6 +47,7 @@ def measure(
     max_new_tokens: int,
     warmup: int,
     meter: Meter,
+    samplings: Mapping[str, Sampling] | None = None,
 ) -> dict[str, list[Measurement]]:
     """Answer every prompt with every method, prompt by prompt.
 
@@ -57,23 +60,30 @@ def measure(
         max_new_tokens: the cap, the same for all.
         warmup: so many prompts are answered once before, untimed.
         meter: advanced by one for each prompt.
+        samplings: of methods that are not greedy, by name; each prompt has a seed of its own,
+            counted on from the given one.
     """
 
-    def answer(name: str, encoded: EncodedPrompt) -> Measurement:
+    def answer(name: str, place: int, encoded: EncodedPrompt) -> Measurement:
+        sampling = (samplings or {}).get(name, GREEDY)
         generation = generate(
-            methods[name], encoded.ids, max_new_tokens=max_new_tokens, end_ids=backbone.end_ids
+            methods[name],
+            encoded.ids,
+            max_new_tokens=max_new_tokens,
+            end_ids=backbone.end_ids,
+            sampling=replace(sampling, seed=sampling.seed + place),
         )
         prompt = encoded.prompt
         return Measurement(prompt_id=prompt.id, kind=prompt.kind, generation=generation)
 
     names = list(methods)
-    for encoded in prompts[:warmup]:
+    for i, encoded in enumerate(prompts[:warmup]):
         for name in names:
-            answer(name, encoded)
+            answer(name, i, encoded)
     measured: dict[str, list[Measurement]] = {name: [] for name in names}
     for i, encoded in enumerate(prompts):
         turn = i % len(names)
         for name in names[turn:] + names[:turn]:
-            measured[name].append(answer(name, encoded))
+            measured[name].append(answer(name, i, encoded))
         meter.advance()
     return measured
