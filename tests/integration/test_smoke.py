@@ -66,7 +66,7 @@ def test_results_have_the_keys_that_others_read(smoke_run):
     assert found["methods"]["medusa"]["tree_nodes"] in (1, 4, 8)
     assert len(found["heads"]["top1"]) == len(found["heads"]["top5"]) == 3
     assert 0 <= found["draft"]["acceptance_rate"] <= 1
-    assert read_results(folder / "results.json").version == 2
+    assert read_results(folder / "results.json").version == 3
 
 
 @slow

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pipeline_case import ALL, SUMMARY, Calls, smoke, stand_ins
 
-from medusa_train.errors import CheckpointError, DataError
+from medusa_train.errors import CheckpointError, ConfigError, DataError
 from medusa_train.pipeline import run_stages
 from medusa_train.track.manifest import read_manifest
 
@@ -98,6 +98,20 @@ def test_a_stage_without_what_it_builds_on_says_what_to_run(tmp_path, calls, sta
     run_stages(smoke(), tmp_path)  # as the message says: nothing is in the way
 
     assert read_manifest(tmp_path / "evaluate") is not None
+
+
+def test_an_adaptive_draft_needs_a_draft_model_from_wherever(tmp_path, calls):
+    adaptive = "evaluate.also=[draft_adaptive]"
+    with pytest.raises(ConfigError, match=r"has draft_adaptive, but .*draft holds no draft model"):
+        run_stages(smoke("stages=[distill,medusa1,evaluate]", adaptive), tmp_path)
+    assert calls.names == []
+
+    run_stages(smoke("stages=[distill,medusa1,draft]", adaptive), tmp_path)
+    run_stages(smoke("stages=[evaluate]", adaptive), tmp_path)
+    given = f"paths.draft={tmp_path}/draft"
+    run_stages(smoke("stages=[distill,medusa1,evaluate]", adaptive, given), tmp_path / "second")
+
+    assert calls.names == [*ALL, "distill", "medusa1", "evaluate"]
 
 
 def test_an_unfinished_stage_is_not_built_on(tmp_path, calls):

@@ -61,6 +61,7 @@ def results(medusa=True, draft=True, steps=20):
         heads=HeadsInfo(**weights, top1=[0.5], top5=[0.7]) if medusa else None,
         draft=DraftInfo(**weights) if draft else None,
         tree=TreeInfo(nodes=4, depth=4, paths=[[0]], chosen=[]) if medusa else None,
+        others={},
         gap=lambda *_: 1.5,
         provenance={},
         bootstrap_samples=200,

@@ -78,6 +78,7 @@ def base(*, medusa=True, draft=True):
         heads=heads if medusa else None,
         draft=weights if draft else None,
         tree=TreeInfo(nodes=8, depth=2, paths=[[0]], chosen=[size]) if medusa else None,
+        others={},
         gap=lambda *_: 1.5,
         provenance={
             "time": "2025-01-01T00:00:00+00:00",

@@ -86,7 +86,13 @@ ALL = {
 
 def build(measured=ALL, **changes):
     blocks = {"model": MODEL, "heads": HEADS, "draft": DRAFT, "tree": TREE} | changes
-    settings = {"gap": gap, "provenance": PROVENANCE, "bootstrap_samples": 400, "seed": 0}
+    settings = {
+        "others": {},
+        "gap": gap,
+        "provenance": PROVENANCE,
+        "bootstrap_samples": 400,
+        "seed": 0,
+    }
     return build_results(measured, **(settings | blocks))
 
 
@@ -196,7 +202,7 @@ def test_round_trip_keeps_everything(tmp_path):
     write_results(path, results)
     assert read_results(path) == results
     found = json.loads(path.read_text())
-    assert (found["schema"], found["version"]) == ("medusa_train.results", 2)
+    assert (found["schema"], found["version"]) == ("medusa_train.results", 3)
     assert found["methods"]["medusa"]["speedup_ci95"] == list(results.methods.medusa.speedup_ci95)
     assert found["tree"]["paths"] == [[0], [1], [0, 0]]
     assert found["provenance"] == PROVENANCE
@@ -215,8 +221,8 @@ def test_numbers_that_are_not_finite_are_not_written(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 3}, "has version 3 .* reads 2.*install a newer"),
-        ({"version": 1}, "has version 1 .* evaluate again"),
+        ({"version": 4}, "has version 4 .* reads 3.*install a newer"),
+        ({"version": 2}, "has version 2 .* evaluate again"),
         ({"version": None}, "has version None"),
         ({"schema": "other"}, 'expected "schema": "medusa_train.results"'),
         ({"surprise": 1}, "surprise"),

@@ -9,7 +9,7 @@ from training_case import make_backbone
 
 from medusa_train.data.prompt_set import Prompt
 from medusa_train.data.prompts import EncodedPrompt
-from medusa_train.decode import Plain
+from medusa_train.decode import Plain, Sampling
 from medusa_train.evaluate import speed as module
 from medusa_train.evaluate.speed import measure, step_seconds
 
@@ -106,3 +106,36 @@ def test_every_method_answers_every_prompt_and_none_always_comes_first(monkeypat
         answers = [m.generation.ids for m in measured[name]]
         assert answers == [m.generation.ids for m in measured["x"]]
         assert all(1 <= len(ids) <= 4 for ids in answers)
+
+
+def test_only_a_named_method_draws_and_each_prompt_has_a_seed_of_its_own(monkeypatch):
+    given = []
+    real = module.generate
+
+    def watch(method, *places, sampling, **named):
+        given.append((method.label, sampling.temperature, sampling.seed))
+        return real(method, *places, sampling=sampling, **named)
+
+    monkeypatch.setattr(module, "generate", watch)
+    backbone = make_backbone()
+    methods = {name: Plain(backbone) for name in ("greedy", "drawn")}
+    for name, method in methods.items():
+        method.label = name  # pyright: ignore
+    prompts = [prompt(f"p{i}", [1, 5, 9]) for i in range(3)]
+    drawn = {"drawn": Sampling(temperature=0.7, seed=40)}
+    settings = {"max_new_tokens": 8, "warmup": 1, "meter": Recorder(), "samplings": drawn}
+
+    measured = measure(methods, prompts, backbone, **settings)  # pyright: ignore
+    again = measure(methods, prompts, backbone, **settings)  # pyright: ignore
+
+    assert [(t, seed) for name, t, seed in given[:8] if name == "drawn"] == [
+        (0.7, 40),  # the warm-up
+        (0.7, 40),
+        (0.7, 41),
+        (0.7, 42),
+    ]
+    assert {temperature for name, temperature, _ in given if name == "greedy"} == {0.0}
+    answers = [tuple(m.generation.ids) for m in measured["drawn"]]
+    assert len(set(answers)) == 3  # though the prompts are the same
+    assert answers == [tuple(m.generation.ids) for m in again["drawn"]]
+    assert len({tuple(m.generation.ids) for m in measured["greedy"]}) == 1
