@@ -11,6 +11,7 @@ from torch import Tensor
 from medusa_train.decode.chooser import GUESS
 from medusa_train.decode.forward import Reader
 from medusa_train.decode.method import Guesses, Method
+from medusa_train.model.draft import refuse_other_tokenizer
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.ops.accept import NO_TOKEN
 from medusa_train.ops.sample import draw
@@ -48,9 +49,11 @@ class DraftModel(Method):
 
         Raises:
             ValueError: if `gamma` is not at least 1.
+            ModelError: if both have a tokenizer, and these differ.
         """
         if gamma < 1:
             raise ValueError(f"gamma must be at least 1, got {gamma}")
+        refuse_other_tokenizer(draft, model)
         super().__init__(model, compiled=compiled)
         self.name = "draft_model/adaptive" if adaptive else f"draft_model/gamma={gamma}"
         self.gamma, self.adaptive = gamma, adaptive

@@ -159,17 +159,33 @@ def load_existing(name: str, backbone: Backbone, settings: ModelConfig) -> Langu
     draft = load_backbone(
         replace(settings, name=name, revision=None, device_map=None, quantization=None)
     )
-    theirs = {i: token for token, i in draft.tokenizer.get_vocab().items()}
-    ours = {i: token for token, i in backbone.tokenizer.get_vocab().items()}
-    for i in sorted(ours.keys() & theirs.keys()):
-        if ours[i] != theirs[i]:
-            raise ModelError(
-                f"draft.model={name} has another tokenizer than {backbone.name}: id {i} is "
-                f"{theirs[i]!r} there, expected {ours[i]!r}; use a draft model of the same family, "
-                "or draft.model=null to cut one from the target"
-            )
+    try:
+        refuse_other_tokenizer(draft, backbone)
+    except ModelError as error:
+        raise ModelError(
+            f"draft.model={error}, or draft.model=null to cut one from the target"
+        ) from None
     valid_ids = min(draft.valid_ids, backbone.valid_ids)
     return LanguageModel(draft.decoder, draft.lm_head, valid_ids=valid_ids)
+
+
+def refuse_other_tokenizer(draft: LanguageModel, target: LanguageModel) -> None:
+    """Refuse a draft whose ids mean other tokens; one without a tokenizer has the target's.
+
+    Raises:
+        ModelError: naming the first id that differs.
+    """
+    kept: list[Any] = [getattr(model, "tokenizer", None) for model in (draft, target)]
+    if None in kept or kept[0] is kept[1]:
+        return
+    theirs, ours = ({i: token for token, i in each.get_vocab().items()} for each in kept)
+    for i in sorted(ours.keys() & theirs.keys()):
+        if ours[i] != theirs[i]:
+            named: list[Any] = [draft, target]
+            raise ModelError(
+                f"{named[0].name} has another tokenizer than {named[1].name}: id {i} is "
+                f"{theirs[i]!r} there, expected {ours[i]!r}; use a draft model of the same family"
+            )
 
 
 @torch.no_grad()

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 import transformers
@@ -191,6 +193,25 @@ def test_a_model_with_other_logits_is_refused():
 
 def test_a_model_without_a_start_token_is_refused():
     refused(make_t5(decoder_start_token_id=None), "no decoder_start_token_id")
+
+
+def test_a_draft_of_another_tokenizer_is_refused(tiny_t5):
+    draft = make_seq2seq()
+    DraftModel(tiny_t5, draft, gamma=2)
+    draft.tokenizer.add_tokens(["one more"])
+    DraftModel(tiny_t5, draft, gamma=2)
+    draft.tokenizer = renamed(draft.tokenizer, "a", "b")
+    with pytest.raises(ModelError, match=r"another tokenizer than .*: id \d+ is 'b' there, exp"):
+        DraftModel(tiny_t5, draft, gamma=2)
+
+
+def renamed(tokenizer, one, other):
+    """The same tokenizer with the ids of two tokens exchanged."""
+    vocab = tokenizer.get_vocab()
+    vocab[one], vocab[other] = vocab[other], vocab[one]
+    changed = copy.deepcopy(tokenizer)
+    changed.get_vocab = lambda: vocab
+    return changed
 
 
 def test_what_only_causal_models_do_is_refused(tiny_t5):
