@@ -42,9 +42,10 @@ def asking(settings, *also, **changes):
 
 
 def test_methods_stand_under_the_names_of_the_settings_behind_the_others(settings, parts):
-    assert list(make_methods(settings, *parts)) == DEFAULT
+    assert list(make_methods(asking(settings), *parts)) == DEFAULT
     assert list(make_methods(asking(settings, *ALSO), *parts)) == [*DEFAULT, *ALSO]
-    no_draft = make_methods(asking(settings, "lookup"), *parts[:3], None)
+    backbone, heads, tree, _ = parts
+    no_draft = make_methods(asking(settings, "lookup"), backbone, heads, tree, None)
     assert list(no_draft) == ["plain", "medusa", "lookup"]
 
 
