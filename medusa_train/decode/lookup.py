@@ -82,9 +82,14 @@ class Text:
             self.ids.append(token)
 
     def continuation(self, most: int) -> list[int]:
-        """At most so many tokens that followed the longest known n-gram at the end."""
+        """So many tokens that followed the longest known n-gram at the end; none if none is known.
+
+        Where they reach the end of the text they go on with themselves, as a text that runs in
+        circles does.
+        """
         for size in range(len(self._behind), 0, -1):
             place = self._behind[size - 1].get(tuple(self.ids[-size:]))
             if place is not None and size <= len(self.ids):
-                return self.ids[place : place + most]
+                followed = self.ids[place:]
+                return [followed[i % len(followed)] for i in range(most)]
         return []

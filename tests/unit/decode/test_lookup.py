@@ -21,14 +21,14 @@ def continuation(ids, *, most=4, longest_ngram=3):
         ([], []),
         ([5], []),
         ([5, 6, 7], []),  # nothing has stood before
-        ([5, 6, 7, 5], [6, 7, 5]),
+        ([5, 6, 7, 5], [6, 7, 5, 6]),  # on and on in the circle
         ([5, 6, 7, 8, 9, 5], [6, 7, 8, 9]),  # at most four
         ([1, 2, 9, 3, 2, 8, 1, 2], [9, 3, 2, 8]),  # two tokens tell more than one
-        ([3, 2, 8, 4, 2, 7, 5, 2], [7, 5, 2]),  # where it last stood
+        ([3, 2, 8, 4, 2, 7, 5, 2], [7, 5, 2, 7]),  # where it last stood
         ([1, 2, 3, 9, 4, 2, 3, 8, 1, 2, 3], [9, 4, 2, 3]),
-        ([7, 7], [7]),
-        ([7, 7, 7, 7], [7]),  # the last place before the end
-        ([1, 2, 1, 2, 1, 2], [1, 2]),
+        ([7, 7], [7, 7, 7, 7]),
+        ([7, 7, 7, 7], [7, 7, 7, 7]),  # the last place before the end
+        ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
     ],
 )
 def test_what_followed_the_longest_known_ngram(ids, found):
@@ -37,7 +37,7 @@ def test_what_followed_the_longest_known_ngram(ids, found):
 
 def test_the_length_of_ngrams_is_a_setting():
     ids = [1, 2, 9, 3, 2, 8, 1, 2]
-    assert continuation(ids, longest_ngram=1) == [8, 1, 2]
+    assert continuation(ids, longest_ngram=1) == [8, 1, 2, 8]
     assert continuation(ids, longest_ngram=2) == [9, 3, 2, 8]
 
 
