@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from medusa_train.decode.transfer import sent
 from medusa_train.errors import ModelError
 
 
@@ -135,15 +136,15 @@ class DecodeCache(Cache):
     def _move(self, paths: Sequence[Sequence[int]]) -> None:
         longest = max(len(path) for path in paths)
         # A shorter path is filled up with places that are copied onto themselves
-        source = torch.tensor(
+        device, begin = self._keys[0].device, self.lengths[0]
+        source = sent(
             [
                 [begin + place for place in [*path, *range(len(path), longest)]]
                 for begin, path in zip(self.lengths, paths, strict=True)
-            ]
+            ],
+            device,
         )
-        target = torch.tensor(self.lengths).unsqueeze(1) + torch.arange(longest)
-        device, begin = self._keys[0].device, self.lengths[0]
-        source, target = source.to(device), target.to(device)
+        target = sent([list(range(n, n + longest)) for n in self.lengths], device)
         row = torch.arange(len(paths), device=device).unsqueeze(1)
         for stored in (*self._keys, *self._values):
             if len(paths) == 1:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from medusa_train.decode.transfer import sent
 from medusa_train.ops.accept import NO_TOKEN
 from medusa_train.ops.sample import Sampling, best_ids, draw, penalise, probabilities
 
@@ -39,13 +40,13 @@ class Chooser:
             sampling: for all rows, but for the seed.
             prompts: token ids of each, [B].
             seeds: of each, [B].
-            length: the most tokens of an answer.
+            length: the most tokens of an answer, with those of its last block behind its end.
             end_ids: which `min_new_tokens` holds back.
             vocab_size: V, of the target's LM head.
             device: of the logits.
         """
         self.sampling = sampling
-        self._device, self._length, self._vocab_size = device, length, vocab_size
+        self._device, self._vocab_size = device, vocab_size
         self._emitted = [0] * len(prompts)
         ends = [i for i in sorted(end_ids) if 0 <= i < vocab_size]
         self._end_ids = torch.tensor(ends, dtype=torch.long, device=device)
@@ -84,8 +85,7 @@ class Chooser:
     def numbers(self, stream: int, depth: Tensor) -> Tensor:
         """Numbers in [0, 1) for the next token at each node, [N] -> [B, N]."""
         assert self._numbers is not None
-        places = self._places(depth).clamp(max=self._length - 1)  # what lies beyond is cut off
-        return self._numbers[:, stream].gather(1, places)
+        return self._numbers[:, stream].gather(1, self._places(depth))
 
     def note(self, blocks: Sequence[Sequence[int]]) -> None:
         """These tokens are certain now, row by row."""
@@ -95,14 +95,14 @@ class Chooser:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows only."""
-        index = torch.tensor(list(rows), device=self._device)
+        index = sent(list(rows), self._device)
         self._emitted = [self._emitted[row] for row in rows]
         self._numbers = None if self._numbers is None else self._numbers[index]
         self._seen = None if self._seen is None else self._seen[index]
 
     def _places(self, depth: Tensor) -> Tensor:
         """Of the next token at each node in the answer, [N] -> [B, N]."""
-        return torch.tensor(self._emitted, device=self._device).unsqueeze(1) + depth
+        return sent(self._emitted, self._device).unsqueeze(1) + depth
 
     def _processed(self, logits: Tensor, trail: Tensor, depth: Tensor) -> Tensor:
         if not self.sampling.processes:

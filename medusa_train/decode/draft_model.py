@@ -10,7 +10,9 @@ from torch import Tensor
 
 from medusa_train.decode.chooser import GUESS
 from medusa_train.decode.forward import Reader
-from medusa_train.decode.method import Guesses, Method
+from medusa_train.decode.method import Guesses, Method, check_count
+from medusa_train.decode.transfer import sent
+from medusa_train.errors import ModelError
 from medusa_train.model.draft import refuse_other_tokenizer
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.ops.accept import NO_TOKEN
@@ -48,12 +50,16 @@ class DraftModel(Method):
             compiled: run forwards through `torch.compile`.
 
         Raises:
-            ValueError: if `gamma` is not at least 1.
-            ModelError: if both have a tokenizer, and these differ.
+            ValueError: if `gamma` is not a whole number from 1 on.
+            ModelError: if the two lie on different devices, or have tokenizers that differ.
         """
-        if gamma < 1:
-            raise ValueError(f"gamma must be at least 1, got {gamma}")
+        check_count("gamma", gamma)
         refuse_other_tokenizer(draft, model)
+        if draft.device != model.device:
+            raise ModelError(
+                f"the draft model is on {draft.device}, the target on {model.device}: load both "
+                "onto the same device"
+            )
         super().__init__(model, compiled=compiled)
         self.name = "draft_model/adaptive" if adaptive else f"draft_model/gamma={gamma}"
         self.gamma, self.adaptive = gamma, adaptive
@@ -62,6 +68,7 @@ class DraftModel(Method):
         self._draft_reader = Reader(draft, compiled=compiled)
 
     def _begin(self, prompts: Sequence[Sequence[int]], tokens: Sequence[int], *, room: int) -> None:
+        self._draft.refuse_moved()
         # Each step begins with a row's last two tokens: the draft has read one of them at most
         read = [self._draft.decoder_prompt(prompt) for prompt in prompts]
         capacity = max(map(len, read)) + room + self._most_nodes
@@ -78,7 +85,7 @@ class DraftModel(Method):
         self._newest = tokens
         self._certain = [length + 2 for length in reader.cache.lengths]
         pairs = zip(self._before, tokens, strict=True)
-        ids = torch.tensor([list(pair) for pair in pairs], device=self.device)
+        ids = sent([list(pair) for pair in pairs], self.device)
         guesses = torch.empty((len(tokens), 0), dtype=torch.long, device=self.device)
         laws: list[Tensor] = []
         for _ in range(count):
@@ -98,7 +105,7 @@ class DraftModel(Method):
         if chooser.takes_best:
             guess = self._draft.best(hidden)
             return guess.masked_fill(guess >= self.model.valid_ids, NO_TOKEN)
-        depth = torch.tensor([guesses.shape[1]], device=self.device)
+        depth = sent([guesses.shape[1]], self.device)
         logits = self._draft.logits_over(hidden, self.model.vocab_size)
         trail = guesses.unsqueeze(1)
         if chooser.sampling.greedy:
@@ -116,7 +123,7 @@ class DraftModel(Method):
         """Leave out what goes beyond the limit of a row."""
         tree, joined = chain_tree(guesses.shape[1]), torch.cat(list(laws), dim=1) if laws else None
         if min(self._limits) < guesses.shape[1]:
-            limits = torch.tensor(self._limits, device=self.device).unsqueeze(1)
+            limits = sent(self._limits, self.device).unsqueeze(1)
             beyond = torch.arange(guesses.shape[1], device=self.device) >= limits
             guesses = guesses.masked_fill(beyond, NO_TOKEN)
             joined = None if joined is None else joined.masked_fill(beyond.unsqueeze(-1), 0.0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.decode.cache import DecodeCache
+from medusa_train.decode.transfer import sent
 from medusa_train.errors import ModelError
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.ops.tree import Tree
@@ -65,7 +66,7 @@ class Block:
             }
             masks = {kind: mask.unsqueeze(0) for kind, mask in cut.items()}
         else:
-            starts = self.capacity - torch.tensor(lengths, device=self._depth.device)
+            starts = self.capacity - sent(lengths, self._depth.device)
             windows = {kind: mask.unfold(-1, size, 1) for kind, mask in self._masks.items()}
             masks = {k: w[:, :, starts].permute(2, 0, 1, 3) for k, w in windows.items()}
         return masks.get("", masks)
@@ -89,7 +90,7 @@ class Reader:
         self.model = model
         self.cache = DecodeCache(0, 0)
         self._compiled = compiled
-        self._blocks: dict[Tree, Block] = {}  # for the capacity of the cache
+        self._blocks: dict[Tree, Block] = {}  # for capacities of at least the cache's
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, capacity: int, held_back: int = 0
@@ -115,26 +116,23 @@ class Reader:
             self.cache.restart()  # a compiler's graphs belong to its storage
         else:
             self.cache = DecodeCache(layers, capacity, rows=len(prompts), static=self._compiled)
-            self._blocks.clear()
         self.cache.source = source
         device = self.model.device
         if longest == 0:
             return torch.empty((len(prompts), self.model.hidden_size), device=device)
-        ids = torch.tensor(
-            [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=device
-        )
+        ids = sent([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device)
         # A draft may have a shorter context than its target
         positions = torch.arange(longest, device=device).clamp(max=self.model.max_positions - 1)
         positions = positions.expand(len(prompts), -1)
         hidden = self.model.forward(ids, positions=positions, mask=None, cache=self.cache)
         self.cache.commit([range(length) for length in lengths])
-        last = torch.tensor(lengths, device=device) - 1
+        last = sent(lengths, device) - 1
         return hidden[torch.arange(len(prompts), device=device), last]
 
     def read(self, ids: Tensor, tree: Tree) -> Tensor:
         """Read new tokens, [B, N]; their hidden states, [B, N, D]. What stays, `commit` says."""
         cache, block = self.cache, self._block(tree)
-        lengths = torch.tensor(cache.lengths, device=ids.device)
+        lengths = sent(cache.lengths, ids.device)
         ragged = len(set(cache.lengths)) > 1
         if ragged or self._compiled:
             cache.places = lengths.unsqueeze(1) + torch.arange(block.size, device=ids.device)
@@ -150,9 +148,10 @@ class Reader:
         return hidden
 
     def _block(self, tree: Tree) -> Block:
-        if tree not in self._blocks:
-            self._blocks[tree] = Block(self.model, tree, self.cache.capacity)
-        return self._blocks[tree]
+        block = self._blocks.get(tree)
+        if block is None or block.capacity < self.cache.capacity:
+            block = self._blocks[tree] = Block(self.model, tree, self.cache.capacity)
+        return block
 
 
 # Compiled forwards see caches of a multiple of so many places: each new size compiles anew

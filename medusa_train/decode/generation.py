@@ -2,13 +2,14 @@
 
 backbone = load_backbone(...)
 method = Medusa(backbone, heads, tree)
-for part in stream(method, backbone.encode(...), max_new_tokens=256, end_ids=backbone.end_ids):
+prompt = backbone.encode_prompt("Why is the sky blue?", system=None)
+for part in stream(method, prompt, max_new_tokens=256, end_ids=backbone.end_ids):
     show(part.tokens)  # part.accepted of them were guessed by the heads
 """
 
 import operator
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from medusa_train.decode.chooser import Chooser
 from medusa_train.decode.method import Method
 from medusa_train.decode.stopping import FinishReason, StopStrings, cut_block
 from medusa_train.errors import DataError
-from medusa_train.ops.sample import Sampling
+from medusa_train.ops.sample import SEED_RULE, Sampling, is_seed
 
 GREEDY = Sampling()
 
@@ -133,10 +134,11 @@ def stream(
     """As `generate`, step by step. It may be abandoned at any time.
 
     Raises:
-        DataError: as `generate`; and if the method has begun another answer meanwhile.
+        DataError: as `generate`, at once; and between two parts, if the method has begun another
+            answer meanwhile.
     """
-    for _, part in _run(method, [prompt], max_new_tokens, end_ids, sampling, None, stop):
-        yield part
+    run = _run(method, [prompt], max_new_tokens, end_ids, sampling, None, stop)
+    return (part for _, part in run)
 
 
 def answer_room(prompt_length: int, max_new_tokens: int, max_positions: int) -> int:
@@ -164,7 +166,6 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-@torch.inference_mode()
 def _run(
     method: Method,
     prompts: Sequence[Sequence[int]],
@@ -174,21 +175,33 @@ def _run(
     seeds: Sequence[int] | None,
     stop: StopStrings | None,
 ) -> Iterator[tuple[int, Part]]:
-    """Each row's parts, step by step."""
-    _check(method, prompts, end_ids, sampling, seeds)
+    """Refuse what cannot be, then give each row's parts, step by step."""
+    ends = _check(method, prompts, end_ids, sampling, seeds)
     read = [method.model.decoder_prompt(prompt) for prompt in prompts]
     rooms = [answer_room(len(p), max_new_tokens, method.max_positions) for p in read]
     if max_new_tokens == 0 or not prompts:
-        return
+        return iter(())
     chooser = Chooser(
         sampling,
         read,
         seeds=seeds or [sampling.seed] * len(prompts),
-        length=max(rooms),
-        end_ids=end_ids,
+        length=max(rooms) + method.longest_block,
+        end_ids=ends,
         vocab_size=method.model.vocab_size,
         device=method.device,
     )
+    return _parts(method, prompts, rooms, ends, chooser, stop)
+
+
+@torch.inference_mode()
+def _parts(
+    method: Method,
+    prompts: Sequence[Sequence[int]],
+    rooms: Sequence[int],
+    end_ids: Collection[int],
+    chooser: Chooser,
+    stop: StopStrings | None,
+) -> Iterator[tuple[int, Part]]:
     begin = clock(method.device)
     rows, answers = list(range(len(prompts))), [[] for _ in prompts]
     with method.lock:
@@ -228,19 +241,17 @@ def _check(
     end_ids: Collection[int],
     sampling: Sampling,
     seeds: Sequence[int] | None,
-) -> None:
-    """Refuse what would fail on the way."""
+) -> frozenset[int]:
+    """Refuse what would fail on the way; gives the end ids."""
     if seeds is not None and len(seeds) != len(prompts):
         raise DataError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one for each")
+    wrong_seed = next((seed for seed in seeds or () if not is_seed(seed)), None)
+    if wrong_seed is not None:
+        raise DataError(f"a seed must be {SEED_RULE}, got {wrong_seed}")
+    ends = frozenset(_whole_numbers(end_ids, "end_ids"))
     model = method.model
     for row, prompt in enumerate(prompts):
-        try:
-            ids = [operator.index(i) for i in prompt]
-        except TypeError:
-            raise DataError(
-                f"prompt {row} must be a list of token ids, got {type(prompt).__name__} of "
-                f"{type(prompt[0]).__name__}"
-            ) from None
+        ids = _whole_numbers(prompt, f"prompt {row}")
         wrong = next((i for i in ids if not 0 <= i < model.readable_ids), None)
         if wrong is not None:
             raise DataError(
@@ -248,12 +259,21 @@ def _check(
             )
     unsaid = set(sampling.banned_ids)
     if sampling.min_new_tokens:
-        unsaid.update(end_ids)
+        unsaid.update(ends)
     if sum(0 <= i < model.valid_ids for i in unsaid) == model.valid_ids:
         raise DataError(
             "banned_ids, with the end ids that min_new_tokens holds back, are all ids that the "
             "model can say; leave some out"
         )
+    return ends
+
+
+def _whole_numbers(ids: Iterable[int], name: str) -> list[int]:
+    try:
+        return [operator.index(i) for i in ids]
+    except TypeError:
+        shown = repr(ids).partition("\n")[0][:80]
+        raise DataError(f"{name} must be a list of token ids, got {shown}") from None
 
 
 def _joined(parts: Sequence[Part]) -> Generation:

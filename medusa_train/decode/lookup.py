@@ -6,9 +6,8 @@ Method: Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding.
 
 from collections.abc import Sequence
 
-import torch
-
-from medusa_train.decode.method import Guesses, Method
+from medusa_train.decode.method import Guesses, Method, check_count
+from medusa_train.decode.transfer import sent
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.ops.accept import NO_TOKEN
 from medusa_train.ops.tree import chain_tree
@@ -34,11 +33,10 @@ class Lookup(Method):
             compiled: run forwards through `torch.compile`.
 
         Raises:
-            ValueError: if a number is not at least 1.
+            ValueError: if one is not a whole number from 1 on.
         """
-        for name, value in (("gamma", gamma), ("longest_ngram", longest_ngram)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_count("gamma", gamma)
+        check_count("longest_ngram", longest_ngram)
         super().__init__(model, compiled=compiled)
         self.name = f"lookup/gamma={gamma}"
         self.gamma, self.longest_ngram = gamma, longest_ngram
@@ -53,8 +51,8 @@ class Lookup(Method):
         found = [text.continuation(self.gamma) for text in self._texts]
         size = max(len(row) for row in found)
         filled = [[*row, *[NO_TOKEN] * (size - len(row))] for row in found]
-        ids = torch.tensor(filled, dtype=torch.long, device=self.device)
-        return Guesses(tree=chain_tree(size), ids=ids.reshape(len(found), size))
+        ids = sent(filled, self.device).reshape(len(found), size)
+        return Guesses(tree=chain_tree(size), ids=ids)
 
     def _settle(self, blocks: Sequence[Sequence[int]]) -> None:
         for text, block in zip(self._texts, blocks, strict=True):

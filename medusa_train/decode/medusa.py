@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from medusa_train.decode.method import Guesses, Method, blocks_of
+from medusa_train.decode.transfer import sent
 from medusa_train.errors import ModelError
 from medusa_train.model.heads import MedusaHeads
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.ops.accept import DELTA, EPSILON, longest_path, typical
+from medusa_train.ops.sample import best_ids
 from medusa_train.ops.tree import Tree
 
 
@@ -76,7 +78,8 @@ class Medusa(Method):
         starts = [sum(ranks[:depth]) for depth in range(len(ranks))]
         places = [starts[len(path) - 1] + path[-1] for path in tree.paths]
         # Of each node in the guesses
-        self._places = torch.tensor(places, dtype=torch.long, device=self.device)
+        self._places = sent(places, self.device)
+        self._parents = sent(tree.parent, self.device)
 
     def _guess(self, tokens: Sequence[int]) -> Guesses:
         return Guesses(tree=self.tree, ids=self._guesses(self._hidden)[:, self._places])
@@ -92,7 +95,7 @@ class Medusa(Method):
         passed, scores = typical(
             chooser.laws(logits, trail, depth),
             ids,
-            torch.tensor(tree.parent, device=self.device),
+            self._parents,
             epsilon=rule.epsilon,
             delta=rule.delta,
         )
@@ -105,9 +108,10 @@ class Medusa(Method):
 
 def _check(model: LanguageModel, heads: MedusaHeads, tree: Tree) -> None:
     shape, ranks = heads.shape, tree.ranks_by_depth
+    made = "heads for {} {{}}, the model has {{}}: use heads of this very model"
     rules = (
-        (shape.hidden_size, model.hidden_size, "heads for hidden size {}, the model has {}"),
-        (shape.vocab_size, model.vocab_size, "heads for a vocabulary of {}, the model has {}"),
+        (shape.hidden_size, model.hidden_size, made.format("hidden size")),
+        (shape.vocab_size, model.vocab_size, made.format("a vocabulary of")),
         (heads.dtype, model.dtype, "heads in {}, the model is in {}: use heads.to(model.dtype)"),
         (heads.device, model.device, "heads on {}, the model is on {}: use heads.to(model.device)"),
     )
@@ -116,12 +120,19 @@ def _check(model: LanguageModel, heads: MedusaHeads, tree: Tree) -> None:
             raise ModelError(text.format(found, expected))
     if len(ranks) > shape.num_heads:
         raise ModelError(
-            f"a tree {len(ranks)} deep needs as many heads, there are {shape.num_heads}"
+            f"a tree {len(ranks)} deep needs as many heads, there are {shape.num_heads}: cut it"
         )
-    if ranks and max(ranks) > shape.head_vocab_size:
+    most = most_ranks(model, heads)
+    if ranks and max(ranks) > most:
         raise ModelError(
-            f"the tree asks a head for {max(ranks)} tokens, each has {shape.head_vocab_size}"
+            f"the tree asks a head for {max(ranks)} tokens, each has {most}: leave out higher ranks"
         )
+
+
+def most_ranks(model: LanguageModel, heads: MedusaHeads) -> int:
+    """How many different tokens a head can guess; ranks of a tree lie below."""
+    size = heads.shape.head_vocab_size
+    return size if heads.token_map is not None else min(size, model.valid_ids)
 
 
 class HeadGuesses:
@@ -156,7 +167,9 @@ class HeadGuesses:
 
     def _best(self, hidden: Tensor, k: int) -> Tensor:
         """[P, D] -> [P, ranks of head k]."""
-        logits = self._heads[k](hidden)[:, : self._valid]
+        logits = self._heads[k](hidden)
+        if self._valid is not None:
+            logits[:, self._valid :] = float("-inf")  # padding
         if self._ranks[k] == 1:
-            return self._to_backbone_ids(logits.argmax(dim=-1, keepdim=True))
+            return self._to_backbone_ids(best_ids(logits).unsqueeze(-1))
         return self._to_backbone_ids(logits.topk(self._ranks[k]).indices)

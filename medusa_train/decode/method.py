@@ -10,12 +10,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from medusa_train.decode.chooser import ACCEPT, DRAW, Chooser
 from medusa_train.decode.forward import Reader
+from medusa_train.decode.transfer import sent
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.ops.accept import NO_TOKEN, follow, reject
 from medusa_train.ops.sample import Sampling
@@ -71,7 +73,11 @@ class Method(ABC):
             prompts: token ids, [B].
             room: memory is laid out for answers of so many tokens.
             chooser: how tokens follow from logits; None for greedy.
+
+        Raises:
+            ModelError: if the model has been moved since it was wrapped.
         """
+        self.model.refuse_moved()
         self.run += 1
         self._chooser = chooser or self._greedy(prompts, room)
         read = max(len(self.model.decoder_prompt(prompt)) for prompt in prompts)
@@ -88,7 +94,7 @@ class Method(ABC):
     def step(self, tokens: Sequence[int]) -> list[list[int]]:
         """Feed each row's newest token; gives what one forward of the target emits for each."""
         guesses = self._guess(tokens)
-        root = torch.tensor(tokens, device=self.device).unsqueeze(1)
+        root = sent(tokens, self.device).unsqueeze(1)
         ids = torch.cat([root, guesses.ids], dim=1)
         hidden = self._reader.read(ids.clamp(min=0), guesses.tree)
         paths, blocks = self._verify(ids, hidden, guesses)
@@ -102,7 +108,7 @@ class Method(ABC):
         """Go on with these rows only, places among the rows at hand."""
         self._reader.cache.keep_rows(rows)
         self._chooser.keep(rows)
-        self._hidden = self._hidden[torch.tensor(list(rows), device=self.device)]
+        self._hidden = self._hidden[sent(list(rows), self.device)]
         self._keep(rows)
 
     @abstractmethod
@@ -159,7 +165,7 @@ class Method(ABC):
     def _lead(self, ids: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
         """Tokens between the root and what follows each node, [B, N, M]; how many, [N]."""
         if tree not in self._layouts:
-            depth = torch.tensor(tree.depth, device=self.device)
+            depth = sent(tree.depth, self.device)
             self._layouts[tree] = tree.trails.to(self.device), depth
         index, depth = self._layouts[tree]
         return torch.where(index < 0, NO_TOKEN, ids[:, index.clamp(min=0)]), depth
@@ -169,7 +175,7 @@ class Method(ABC):
         if len(last) == 1:
             return hidden[:, last[0]]
         rows = torch.arange(len(last), device=self.device)
-        return hidden[rows, torch.tensor(last, device=self.device)]
+        return hidden[rows, sent(last, self.device)]
 
     def _greedy(self, prompts: Sequence[Sequence[int]], room: int) -> Chooser:
         return Chooser(
@@ -181,6 +187,16 @@ class Method(ABC):
             vocab_size=self.model.vocab_size,
             device=self.device,
         )
+
+
+def check_count(name: str, value: int) -> None:
+    """Refuse what is not a whole number from 1 on.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{name} must be a whole number, at least 1, got {value}")
 
 
 def blocks_of(

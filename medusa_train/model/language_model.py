@@ -54,6 +54,7 @@ class LanguageModel:
         self._rows_decoder: Callable[..., Any] = self._decoder
         self._softcap = getattr(self.config, "final_logit_softcapping", None)
         self._cache_argument = cache_argument(type(decoder))
+        self._wrapped_as = _whereabouts(lm_head)
 
     @property
     def device(self) -> torch.device:
@@ -86,6 +87,20 @@ class LanguageModel:
     def position_bias(self, distance: Tensor) -> Tensor:
         """What masks add to scores of keys so far back, [...] -> [H or 1, ...]: here nothing."""
         return torch.zeros((1, *distance.shape), dtype=self.dtype, device=self.device)
+
+    def refuse_moved(self) -> None:
+        """Refuse a model that was moved or cast since: what was made for it then is of no use now.
+
+        Raises:
+            ModelError: with what it was and is.
+        """
+        now = _whereabouts(self.lm_head)
+        if now != self._wrapped_as:
+            (dtype, device), (was_dtype, was_device) = now, self._wrapped_as
+            raise ModelError(
+                f"the model is {dtype} on {device} now, and was {was_dtype} on {was_device} when "
+                "it was wrapped: wrap it again after moving it, and make methods anew"
+            )
 
     def refuse_compiled(self) -> None:
         """Refuse `compiled` forwards where they cannot be.
@@ -164,6 +179,11 @@ class LanguageModel:
         """The greedy next token of each position in target ids, [..., D] -> [...]."""
         ids = best_ids(self.logits(hidden))
         return ids if self.token_map is None else self.token_map[ids]
+
+
+def _whereabouts(lm_head: nn.Module) -> tuple[torch.dtype, torch.device]:
+    weight: Any = lm_head.weight
+    return weight.dtype, weight.device
 
 
 def check_head(model: PreTrainedModel, wrapped: LanguageModel, name: str) -> None:

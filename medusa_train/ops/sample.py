@@ -7,12 +7,14 @@ Legend: B rows, V vocabulary.
 """
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import cast
 
 import torch
 from torch import Tensor
 
 GREEDY_BELOW = 1e-4  # a lower temperature is greedy everywhere; dividing by it would overflow
+SEED_RULE = "a whole number of 64 bits"
 EXTREME = 1e6  # beyond it scores of float32 are no numbers any more
 
 
@@ -32,7 +34,7 @@ class Sampling:
     def __post_init__(self) -> None:
         rules = (
             (0 <= self.temperature <= EXTREME, "temperature", f"from 0 to {EXTREME:g}"),
-            (self.top_k >= 0, "top_k", "0 (off) or more"),
+            (_whole(self.top_k) and self.top_k >= 0, "top_k", "0 (off) or more, a whole number"),
             (0 < self.top_p <= 1, "top_p", "more than 0, at most 1"),
             (0 <= self.min_p < 1, "min_p", "0 (off) or more, below 1"),
             (
@@ -40,8 +42,13 @@ class Sampling:
                 "repetition_penalty",
                 f"from {1 / EXTREME:g} to {EXTREME:g}",
             ),
-            (self.min_new_tokens >= 0, "min_new_tokens", "0 or more"),
-            (all(i >= 0 for i in self.banned_ids), "banned_ids", "token ids"),
+            (
+                _whole(self.min_new_tokens) and self.min_new_tokens >= 0,
+                "min_new_tokens",
+                "0 or more, a whole number",
+            ),
+            (all(_whole(i) and i >= 0 for i in self.banned_ids), "banned_ids", "token ids"),
+            (is_seed(self.seed), "seed", SEED_RULE),
         )
         for holds, name, wanted in rules:
             if not holds:
@@ -56,6 +63,15 @@ class Sampling:
     def processes(self) -> bool:
         """Whether logits depend on more than the model."""
         return self.repetition_penalty != 1 or self.min_new_tokens > 0 or len(self.banned_ids) > 0
+
+
+def is_seed(value: object) -> bool:
+    """Whether random numbers can begin from it."""
+    return isinstance(value, Integral) and -(2**63) <= int(value) < 2**63
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, Integral)
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

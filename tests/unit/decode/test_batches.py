@@ -72,6 +72,18 @@ def test_rows_that_the_context_ends(family, name):
 
 
 @every_method
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_rows_that_the_context_ends_accept_what_they_do_alone(name, seed):
+    """Also of guesses behind the end, which are counted with the step that made them."""
+    backbone, truth = case("gpt2", max_position_embeddings=44)
+    method, sampling = method_of(name, backbone, truth), Sampling(temperature=1.5, seed=seed)
+    found = batch(method, length=10**6, sampling=sampling)
+    settings = dict(max_new_tokens=10**6, end_ids=(), sampling=sampling)
+    alone = [generate(method, prompt, **settings) for prompt in PROMPTS]
+    assert list(map(story, found)) == list(map(story, alone))
+
+
+@every_method
 def test_rows_that_end_early_leave(monkeypatch, name):
     backbone, truth = case("llama")
     ends = [truth[0][3], truth[2][9], truth[5][0]]

@@ -161,7 +161,7 @@ def test_guesses_per_step_are_as_many_as_asked_for(monkeypatch, tiny):
 
 
 def test_no_guesses_at_all_are_refused(tiny):
-    with pytest.raises(ValueError, match="gamma must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="gamma must be a whole number, at least 1, got 0"):
         DraftModel(tiny, noisy_draft(tiny, 0.0), gamma=0)
 
 

@@ -14,8 +14,8 @@ from decoding_case import (
 )
 from method_case import METHODS, make_method
 
-from medusa_train.decode import Sampling, StopStrings, generate
-from medusa_train.errors import DataError
+from medusa_train.decode import Sampling, StopStrings, forward, generate, generate_batch
+from medusa_train.errors import DataError, ModelError
 
 LENGTH = 24
 every_method = pytest.mark.parametrize("name", METHODS)
@@ -147,9 +147,13 @@ REFUSED = {
     ),
     "a batch in place of a prompt": (
         dict(prompt=torch.tensor([[5, 6]])),
-        "prompt 0 must be a list of token ids, got Tensor of Tensor",
+        r"prompt 0 must be a list of token ids, got tensor\(\[\[5, 6\]\]\)",
     ),
-    "text in place of ids": (dict(prompt="Why?"), "prompt 0 must be a list of token ids, got str"),
+    "text in place of ids": (
+        dict(prompt="Why?"),
+        "prompt 0 must be a list of token ids, got 'Why\\?'",
+    ),
+    "no end ids": (dict(end_ids=None), "end_ids must be a list of token ids, got None"),
     "half a token": (dict(max_new_tokens=2.5), "max_new_tokens must be a whole number"),
 }
 
@@ -163,6 +167,45 @@ def test_what_would_fail_on_the_way_is_refused_before(monkeypatch, case, name, f
     with pytest.raises(DataError, match=message):
         generate(method, **{"prompt": case.prompt, "max_new_tokens": 4, "end_ids": (), **settings})
     assert forwards == []
+
+
+@every_method
+def test_a_model_that_was_moved_behind_the_back_of_a_method_is_refused(name):
+    case = Case(make_llama(), random_ids(9), ahead=0)
+    method = case.method(name)
+    case.backbone.model.bfloat16()
+    with pytest.raises(ModelError, match=r"bfloat16 on cpu now, and was torch.float32 on cpu"):
+        answer_of(method, case.prompt, 4)
+
+
+@pytest.mark.parametrize("seeds", [[0, 2**64], [0, 1.5]])
+def test_a_seed_that_is_none_is_refused(case, seeds):
+    with pytest.raises(DataError, match="a seed must be a whole number of 64 bits, got"):
+        generate_batch(
+            case.method("plain"), [case.prompt] * 2, max_new_tokens=2, end_ids=(), seeds=seeds
+        )
+
+
+def test_a_prompt_in_place_of_prompts_is_refused(case):
+    with pytest.raises(DataError, match="prompt 0 must be a list of token ids, got 12"):
+        generate_batch(case.method("plain"), [12, 13], max_new_tokens=2, end_ids=())
+
+
+def test_end_ids_that_can_be_read_only_once_still_end_every_row(case):
+    found = generate(
+        case.method("plain"), case.prompt, max_new_tokens=9, end_ids=iter([case.truth[4]])
+    )
+    assert found.ids == case.truth[: case.truth.index(case.truth[4]) + 1]
+
+
+def test_masks_are_made_once_while_the_room_does(monkeypatch, case):
+    made = []
+    real = forward.Block
+    monkeypatch.setattr(forward, "Block", lambda *args: made.append(args) or real(*args))
+    method = case.method("medusa")
+    for length in (LENGTH, 4, LENGTH, LENGTH + 9, 5):
+        answer_of(method, case.prompt, length)
+    assert len(made) == 2
 
 
 @every_method

@@ -53,7 +53,7 @@ def test_tokens_may_come_in_any_portions():
 
 @pytest.mark.parametrize(("name", "settings"), [("gamma", {"gamma": 0}), ("longest_ngram", {})])
 def test_numbers_below_one_are_refused(tiny, name, settings):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number, at least 1, got 0"):
         Lookup(tiny, **{"longest_ngram": 0, **settings})
 
 

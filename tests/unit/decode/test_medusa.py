@@ -165,6 +165,10 @@ def test_heads_and_trees_that_do_not_fit_are_refused(tiny):
             lambda: Medusa(tiny, reduced, make_tree([(4,)], num_heads=3)),
             "the tree asks a head for 5 tokens, each has 4",
         ),
+        (
+            lambda: Medusa(tiny, heads, make_tree([(259,)], num_heads=3, max_rank=320)),
+            "the tree asks a head for 260 tokens, each has 259",  # the rest is padding
+        ),
     ]:
         with pytest.raises(ModelError, match=message):
             made()
