@@ -1,36 +1,24 @@
-"""The stages of a run in order: which are finished, which resume, what does their work."""
+"""The stages of a run in order: which are finished, which resume, who does their work."""
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from medusa_train.config.schema import Config
 from medusa_train.data.batch import steps_per_epoch
 from medusa_train.data.prompts import prompts_by_split
-from medusa_train.distill.run import distill
-from medusa_train.errors import CheckpointError
-from medusa_train.evaluate.run import evaluate
 from medusa_train.layout import Layout
-from medusa_train.model.backbone import Backbone, choose_device, load_backbone
+from medusa_train.model.device import choose_device
+from medusa_train.model.source import resolve
 from medusa_train.parallel import World, current_world
 from medusa_train.track.lock import locked
 from medusa_train.track.manifest import Stage, read_manifest
-from medusa_train.train.draft import DRAFT_FOLDER, train_draft
+from medusa_train.track.places import MERGED_FOLDER
 from medusa_train.train.engine import check_launch
-from medusa_train.train.medusa1 import HEADS_FOLDER, train_medusa1
-from medusa_train.train.medusa2 import (
-    ADAPTER_FOLDER,
-    MERGED_FOLDER,
-    merge_adapter,
-    train_medusa2,
-)
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +39,7 @@ def run_stages(config: Config, run_dir: Path) -> None:
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     if world.size > 1:
         world.start(device)
+    run.check_models()
     run.check_launch(device)
     run.layout.check_inputs()
     with ExitStack() as locks:
@@ -61,13 +50,8 @@ def run_stages(config: Config, run_dir: Path) -> None:
                 log.info("%s: finished already, in %s", name, stage.folder)
             else:
                 todo.append(stage)
-        for stage in todo:
-            log.info("%s: begins, in %s", stage.name, stage.folder)
-            summary = run.actions[stage.name](stage)
-            if world.is_main:
-                stage.finish(summary)
-            world.wait()
-            log.info("%s: done", stage.name)
+        if todo:
+            run.work(todo)
     if "evaluate" in config.stages:
         folder = run.layout.folder("evaluate")
         log.info("report: %s", folder / "report.md")
@@ -75,17 +59,24 @@ def run_stages(config: Config, run_dir: Path) -> None:
 
 
 class Run:
-    """The functions that do the work of each stage, and what they share."""
+    """What a run may do, and what of it is done already."""
 
     def __init__(self, config: Config, run_dir: Path, world: World) -> None:
         self.config, self.world = config, world
         self.layout = Layout(config, run_dir)
 
-    @cached_property
-    def backbone(self) -> Backbone:
-        """Loaded once, by the first stage that needs it."""
-        log.info("loading %s", self.config.model.name)
-        return load_backbone(self.config.model)
+    def check_models(self) -> None:
+        """Refuse at once a folder, file or package that is not there, if it will be loaded.
+
+        Raises:
+            ModelError: naming the setting.
+        """
+        config, joint = self.config, self.layout.has("medusa2")
+        todo = {name for name in config.stages if not self._is_done(name)}
+        if todo - ({"evaluate"} if joint else set()):  # that measures the model of medusa2
+            resolve(config.model.name)
+        if config.draft.model is not None and "draft" in todo:
+            resolve(config.draft.model, setting="draft.model")
 
     def check_launch(self, device: torch.device) -> None:
         """Refuse at once what training would refuse without looking at a model."""
@@ -105,91 +96,32 @@ class Run:
         """
 
         def opened() -> bool:
-            found = read_manifest(stage.folder)
             unmerged = self._wants_merging(stage)
-            if found is None or found["status"] != "done" or unmerged:
+            if unmerged or not self._is_done(stage.name):
                 locks.enter_context(locked(stage.folder))
             return stage.open() and not unmerged
 
         return self.world.first(opened)
 
-    @property
-    def actions(self) -> Mapping[str, Callable[[Stage], dict[str, Any]]]:
-        """What each stage does; gives what its manifest will say."""
-        rows = self.layout.rows_for
-        return {
-            "distill": lambda stage: distill(self.config, stage, self.backbone, self.world),
-            "medusa1": lambda stage: train_medusa1(
-                self.config, stage, rows("medusa1"), self.backbone, self.world
-            ),
-            "medusa2": self._medusa2,
-            "draft": lambda stage: train_draft(
-                self.config, stage, rows("draft"), self.backbone, self.world
-            ),
-            "evaluate": self._evaluate,
-        }
+    def work(self, stages: Sequence[Stage]) -> None:
+        """Do what is left to do, in order."""
+        # transformers is slow to import: nothing of it is needed to refuse, or to find all done
+        from medusa_train.actions import Actions
 
-    def _medusa2(self, stage: Stage) -> dict[str, Any]:
-        """Train, or only merge, with a backbone that no other stage gets to see afterwards."""
-        found = read_manifest(stage.folder)
-        if found is not None and found["status"] == "done":
-            return self._merge(stage, found["summary"])
-        start = None
-        if self.config.medusa2.start == "medusa1":
-            start = self.layout.trained("medusa1", HEADS_FOLDER, "medusa2")
-        rows, backbone = self.layout.rows_for("medusa2"), self.backbone
-        self.__dict__.pop("backbone")
-        return train_medusa2(self.config, stage, rows, start, backbone, self.world)
+        actions = Actions(self.config, self.layout, self.world)
+        for stage in stages:
+            log.info("%s: begins, in %s", stage.name, stage.folder)
+            summary = actions.by_stage[stage.name](stage)
+            if self.world.is_main:
+                stage.finish(summary)
+            self.world.wait()
+            log.info("%s: done", stage.name)
+
+    def _is_done(self, name: str) -> bool:
+        found = read_manifest(self.layout.folder(name))
+        return found is not None and found["status"] == "done"
 
     def _wants_merging(self, stage: Stage) -> bool:
         """Whether medusa2 has yet to leave the merged backbone that is asked for now."""
         wanted = stage.name == "medusa2" and self.config.medusa2.merge
         return wanted and not (stage.folder / MERGED_FOLDER).exists()
-
-    def _merge(self, stage: Stage, summary: dict[str, Any]) -> dict[str, Any]:
-        """Add the adapter of a finished medusa2 into the backbone; nothing is trained."""
-        if not (stage.folder / ADAPTER_FOLDER).exists():
-            raise CheckpointError(
-                f"{stage.folder} has neither a {MERGED_FOLDER} nor an {ADAPTER_FOLDER} to make it "
-                "from: put one back, or move or delete that folder to train again"
-            )
-        log.info("medusa2: trained already, without merging: its adapter is merged now")
-
-        def merge() -> dict[str, Any]:
-            backbone = self.backbone
-            self.__dict__.pop("backbone")
-            return merge_adapter(self.config, stage, backbone)
-
-        return {**summary, **self.world.first(merge)}
-
-    def _evaluate(self, stage: Stage) -> dict[str, Any]:
-        """One process measures; the others wait, so that nothing disturbs the clocks."""
-        layout = self.layout
-        distilled = layout.rows_for("evaluate")
-        joint = layout.has("medusa2")
-        heads = layout.trained("medusa2" if joint else "medusa1", HEADS_FOLDER, "evaluate")
-        draft = None
-        if layout.has("draft"):
-            draft = layout.trained("draft", DRAFT_FOLDER, "evaluate")
-        else:
-            log.warning("evaluate: no draft model in %s: none is compared", layout.folder("draft"))
-
-        def measure() -> dict[str, Any]:
-            backbone = self._merged() if joint else self.backbone
-            return evaluate(
-                self.config, stage, backbone, distilled=distilled, heads=heads, draft=draft
-            )
-
-        return self.world.first(measure)
-
-    def _merged(self) -> Backbone:
-        """The backbone that medusa2 has left."""
-        self.__dict__.pop("backbone", None)
-        folder = self.layout.folder("medusa2") / MERGED_FOLDER
-        if not folder.exists():
-            raise CheckpointError(
-                f"evaluate measures the merged backbone of medusa2, and {folder.parent} has none: "
-                "use stages=[medusa2,evaluate] with medusa2.merge=true, which merges its adapter"
-            )
-        log.info("loading %s", folder)
-        return load_backbone(replace(self.config.model, name=str(folder), revision=None))

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from medusa_train.errors import MedusaError
-from medusa_train.model.backbone import dtype_name
+from medusa_train.model.device import dtype_name
 
 BENCHMARKS: dict[str, Callable[[Case], list[Row]]] = {
     "decode": decode.run,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from medusa_train import pipeline
+from medusa_train import actions
 from medusa_train.config.load import load
 from medusa_train.config.schema import Config
 
@@ -48,12 +48,12 @@ class Calls:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Put a stand-in in the place of each stage and of the model."""
     found = Calls()
-    monkeypatch.setattr(pipeline, "distill", found.stage("distill", 1))
-    monkeypatch.setattr(pipeline, "train_medusa1", found.stage("medusa1", 1))
-    monkeypatch.setattr(pipeline, "train_medusa2", found.stage("medusa2", 1))
-    monkeypatch.setattr(pipeline, "train_draft", found.stage("draft", 1))
-    monkeypatch.setattr(pipeline, "evaluate", found.stage("evaluate", 1))
-    monkeypatch.setattr(pipeline, "load_backbone", lambda model: f"backbone {model.name}")
+    monkeypatch.setattr(actions, "distill", found.stage("distill", 1))
+    monkeypatch.setattr(actions, "train_medusa1", found.stage("medusa1", 1))
+    monkeypatch.setattr(actions, "train_medusa2", found.stage("medusa2", 1))
+    monkeypatch.setattr(actions, "train_draft", found.stage("draft", 1))
+    monkeypatch.setattr(actions, "evaluate", found.stage("evaluate", 1))
+    monkeypatch.setattr(actions, "load_backbone", lambda model: f"backbone {model.name}")
     return found
 
 

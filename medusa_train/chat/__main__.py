@@ -58,7 +58,8 @@ def _chat(options: argparse.Namespace) -> None:
     from medusa_train.chat.screen import open_screen
     from medusa_train.chat.session import AnswerSettings, Chat
     from medusa_train.decode import Sampling
-    from medusa_train.model.backbone import dtype_name, load_backbone
+    from medusa_train.model.backbone import load_backbone
+    from medusa_train.model.device import dtype_name
 
     try:
         sampling = Sampling(

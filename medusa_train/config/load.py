@@ -37,6 +37,16 @@ def shipped_recipes() -> dict[str, str]:
     return found
 
 
+def shipped_models() -> dict[str, str]:
+    """Each shipped choice of `model=` that names a model, and its `model.name`."""
+    found: dict[str, str] = {}
+    for path in sorted((shipped_dir("configs") / "model").glob("*.yaml")):
+        name = OmegaConf.to_container(OmegaConf.load(path)).get("name")  # pyright: ignore
+        if name != "???":
+            found[path.stem] = str(name)
+    return found
+
+
 def register_recipes() -> None:
     """Make `recipes/<name>.yaml` selectable as `+recipe=<name>`."""
     for path in sorted(shipped_dir("recipes").glob("*.yaml")):

@@ -3,11 +3,14 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medusa_train.config.schema import PromptsConfig
 from medusa_train.data.prompt_set import KINDS, SPLITS, Prompt, prompt_id, shipped_prompts, split_of
 from medusa_train.errors import DataError
-from medusa_train.model.backbone import Backbone
+
+if TYPE_CHECKING:  # transformers is slow to import, and a missing file is told without
+    from medusa_train.model.backbone import Backbone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def encode_prompts(
-    prompts: list[Prompt], backbone: Backbone, *, system: str | None, max_new_tokens: int
+    prompts: list[Prompt], backbone: "Backbone", *, system: str | None, max_new_tokens: int
 ) -> list[EncodedPrompt]:
     """Token ids of prompts.
 

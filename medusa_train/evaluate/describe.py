@@ -4,7 +4,8 @@ from torch import nn
 
 from medusa_train.config.schema import Config
 from medusa_train.evaluate.results_schema import DraftInfo, ModelInfo
-from medusa_train.model.backbone import Backbone, dtype_name
+from medusa_train.model.backbone import Backbone
+from medusa_train.model.device import dtype_name
 from medusa_train.model.heads import MedusaHeads
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.track.manifest import Trained

@@ -27,13 +27,13 @@ from medusa_train.model.draft import load_draft, load_existing
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.model.weights import load_heads
 from medusa_train.track.manifest import Stage, Trained, read_manifest, write_json
+from medusa_train.track.places import TREE
 from medusa_train.track.progress import progress
 from medusa_train.track.provenance import provenance
 from medusa_train.track.sinks import open_sinks
 
 log = logging.getLogger(__name__)
 
-TREE = "tree.json"
 REPORT_FILES = ("results.json", "report.md", "speedup.png", "acceptance.png", TREE)
 
 

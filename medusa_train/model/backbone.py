@@ -2,8 +2,6 @@
 
 import contextlib
 import io
-import logging
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,8 +18,9 @@ from transformers import (
 )
 
 from medusa_train.config.schema import ModelConfig
-from medusa_train.errors import ConfigError, ModelError
+from medusa_train.errors import ModelError
 from medusa_train.model.compiled import compiled_rows, refuse_compile
+from medusa_train.model.device import choose_device, choose_dtype
 from medusa_train.model.language_model import LanguageModel, check_head, check_positions
 from medusa_train.model.packed import plain_twin
 from medusa_train.model.quantization import (
@@ -29,10 +28,8 @@ from medusa_train.model.quantization import (
     keep_differentiable,
     quantization_settings,
 )
-from medusa_train.model.source import resolve
+from medusa_train.model.source import hub_answers, resolve
 from medusa_train.model.tiny import tiny_llama
-
-log = logging.getLogger(__name__)
 
 # States that a rejected draft cannot be taken out of again
 _NO_ROLLBACK = ("mamba", "rwkv", "recurrent", "hybrid", "conv", "lfm", "linear_attention")
@@ -148,6 +145,8 @@ def _load(
     where: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if config.revision is not None:
         where["revision"] = config.revision
+    if source.is_remote and not hub_answers():
+        where["local_files_only"] = True  # an earlier download may lie there
     if source.gguf_file is not None:
         where["gguf_file"] = source.gguf_file
     extra = dict(where)
@@ -182,51 +181,6 @@ def forget_gguf(model: PreTrainedModel) -> None:
     model.config.__dict__.pop("quantization_config", None)
     model.hf_quantizer = None  # pyright: ignore
     model.is_quantized = False  # pyright: ignore
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` is this process's own GPU where there is one, else the CPU.
-
-    Raises:
-        ConfigError: if the device does not exist here.
-    """
-    if name == "auto":
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"model.device={name}: expected auto, cpu, cuda or cuda:N") from None
-    if device.type == "cpu":
-        return device
-    if device.type != "cuda":
-        raise ConfigError(f"model.device={name}: expected auto, cpu, cuda or cuda:N")
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found == 0:
-        raise ConfigError(f"model.device={name}: torch sees no CUDA device; use auto or cpu")
-    if device.index is None:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    if device.index >= found or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"model.device={name}: torch sees {found} CUDA device(s), and under a launcher each "
-            "process takes its own; use auto"
-        )
-    return device
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the device computes in it, else float32."""
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As settings spell it, and `choose_dtype` reads it."""
-    return str(dtype).removeprefix("torch.")
 
 
 def all_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

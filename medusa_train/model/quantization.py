@@ -12,6 +12,11 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from medusa_train.errors import ConfigError, ModelError
 
+# peft imports bitsandbytes, which then misses aloud a kernel that only its inference would use
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: "gemm_4bit_forward" not in str(record.msg)
+)
+
 
 def quantization_settings(kind: str, dtype: torch.dtype) -> BitsAndBytesConfig:
     """What `from_pretrained` is to do with the linear layers of the decoder.

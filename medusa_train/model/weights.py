@@ -21,9 +21,9 @@ from medusa_train.errors import ModelError
 from medusa_train.model.heads import HeadsShape, MedusaHeads
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.track.manifest import replace_folder, write_json
+from medusa_train.track.places import HEADS_CONFIG as CONFIG
+from medusa_train.track.places import HEADS_WEIGHTS as WEIGHTS
 
-CONFIG = "config.json"
-WEIGHTS = "medusa_lm_head.safetensors"
 TOKEN_MAP = "token_map"
 VERSION = 1
 

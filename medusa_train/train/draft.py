@@ -13,11 +13,13 @@ from torch import Tensor
 from medusa_train.config.schema import Config
 from medusa_train.data.batch import TokenBatch, row_targets, token_batch
 from medusa_train.data.rows import Row
-from medusa_train.model.backbone import Backbone, choose_dtype
+from medusa_train.model.backbone import Backbone
+from medusa_train.model.device import choose_dtype
 from medusa_train.model.draft import DraftModel, cut_draft, load_existing, save_draft
 from medusa_train.ops.loss import IGNORE
 from medusa_train.parallel import World
 from medusa_train.track.manifest import Stage
+from medusa_train.track.places import DRAFT_FOLDER
 from medusa_train.train.engine import Engine
 from medusa_train.train.objective import (
     Gather,
@@ -29,8 +31,6 @@ from medusa_train.train.objective import (
     ranks_by_row,
 )
 from medusa_train.train.run import choose_vocabulary, read_rows, take, train_objective
-
-DRAFT_FOLDER = "model"
 
 
 class DraftObjective(Objective):

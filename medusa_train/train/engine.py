@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from medusa_train.config.deepspeed import deepspeed_settings
 from medusa_train.config.training import DeepSpeedConfig, OptimConfig
 from medusa_train.errors import ConfigError
-from medusa_train.model.backbone import choose_dtype
+from medusa_train.model.device import choose_dtype
 from medusa_train.parallel import World
 from medusa_train.train.objective import Objective
 from medusa_train.train.optimizer import refuse_optimizer

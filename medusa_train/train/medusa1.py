@@ -15,13 +15,15 @@ from medusa_train.config.schema import Config
 from medusa_train.data.batch import HeadBatch, JointBatch, head_batch, row_targets
 from medusa_train.data.hidden_states import HiddenSource, choose_source
 from medusa_train.data.rows import Row
-from medusa_train.model.backbone import Backbone, choose_dtype
+from medusa_train.model.backbone import Backbone
+from medusa_train.model.device import choose_dtype
 from medusa_train.model.heads import MedusaHeads, untrained_heads
 from medusa_train.model.lm_head import LogitsAt
 from medusa_train.model.weights import save_heads
 from medusa_train.ops.loss import IGNORE, softmax_slices
 from medusa_train.parallel import World
 from medusa_train.track.manifest import Stage
+from medusa_train.track.places import HEADS_FOLDER
 from medusa_train.train.engine import Engine
 from medusa_train.train.objective import (
     Gather,
@@ -39,8 +41,6 @@ from medusa_train.train.run import (
     take,
     train_objective,
 )
-
-HEADS_FOLDER = "heads"
 
 
 class Medusa1Objective(Objective):

@@ -11,20 +11,19 @@ from torch import Tensor
 from medusa_train.config.schema import Config
 from medusa_train.data.hidden_states import choose_source
 from medusa_train.errors import ConfigError
-from medusa_train.model.backbone import Backbone, choose_dtype, dtype_name
+from medusa_train.model.backbone import Backbone
+from medusa_train.model.device import choose_dtype, dtype_name
 from medusa_train.model.heads import MedusaHeads
 from medusa_train.model.student import Student
 from medusa_train.model.weights import load_heads, save_heads
 from medusa_train.parallel import World
 from medusa_train.track.manifest import Stage, Trained
+from medusa_train.track.places import ADAPTER_FOLDER, HEADS_FOLDER, MERGED_FOLDER
 from medusa_train.train.checkpoint import TrainState
 from medusa_train.train.engine import Engine
 from medusa_train.train.joint import Medusa2Objective
-from medusa_train.train.medusa1 import HEADS_FOLDER, fresh_heads
+from medusa_train.train.medusa1 import fresh_heads
 from medusa_train.train.run import make_teacher, read_rows, train_objective
-
-MERGED_FOLDER = "model"
-ADAPTER_FOLDER = "adapter"
 
 
 def train_medusa2(

@@ -7,7 +7,7 @@ import torch
 from command_case import losses, manifest, run_here
 from safetensors.torch import load_file
 
-from medusa_train import pipeline
+from medusa_train import actions
 from medusa_train.evaluate.results import read_results
 from medusa_train.model.backbone import Backbone
 
@@ -94,7 +94,7 @@ def test_training_lowers_the_loss_and_logs_at_its_intervals(smoke_run):
 
 @slow
 def test_the_same_command_again_loads_no_model(finished, monkeypatch):
-    monkeypatch.delattr(pipeline, "load_backbone")
+    monkeypatch.delattr(actions, "load_backbone")
     before = {p: p.stat().st_mtime_ns for p in (finished / "outputs/smoke/medusa1").rglob("*")}
 
     done = run_here(finished, SMOKE)

@@ -18,7 +18,8 @@ ORDER = (
     ("data", "decode"),
     ("distill", "train", "evaluate"),
     ("layout",),
-    ("pipeline", "chat"),
+    ("actions", "chat"),
+    ("pipeline",),
     ("__main__",),
 )
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}

@@ -1,14 +1,16 @@
 """The order of stages, what is skipped or resumed, and who may do it."""
 
 import os
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from pipeline_case import ALL, SUMMARY, Calls, smoke, stand_ins
 
-from medusa_train import pipeline
-from medusa_train.errors import CheckpointError, ConfigError, DataError
+from medusa_train import actions
+from medusa_train.errors import CheckpointError, ConfigError, DataError, ModelError
 from medusa_train.parallel import World
 from medusa_train.pipeline import Run, run_stages
 from medusa_train.track.manifest import Stage, read_manifest
@@ -27,8 +29,43 @@ def test_all_stages_run_in_order_and_a_second_run_loads_nothing(tmp_path, calls,
     assert found is not None
     assert (found["status"], found["summary"]) == ("done", {"made": "draft", **SUMMARY})
 
-    monkeypatch.delattr(pipeline, "load_backbone")
+    monkeypatch.delattr(actions, "load_backbone")
     run_stages(smoke(), tmp_path)
+
+    assert calls.names == ALL
+
+
+def test_to_refuse_or_to_find_all_finished_nothing_slow_is_imported():
+    imported = subprocess.run(
+        [sys.executable, "-c", "import sys, medusa_train.pipeline; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    slow = {"bitsandbytes", "deepspeed", "matplotlib", "peft", "transformers", "wandb"}
+
+    assert "medusa_train.layout" in imported
+    assert slow & set(imported) == set()
+
+
+@pytest.mark.parametrize("setting", ["model.name", "draft.model"])
+@pytest.mark.parametrize("name", ["/no/such", "package:no_such", "tiny"])
+def test_a_missing_model_is_told_first_and_leaves_no_stage_behind(tmp_path, calls, setting, name):
+    with pytest.raises(ModelError, match=f"{setting}={name}: "):
+        run_stages(smoke(f"{setting}={name}", "medusa1.optim.batch_size=4000"), tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_run_needs_its_model_no_more(tmp_path, calls):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").touch()
+    run_stages(smoke(f"model.name={model}"), tmp_path / "run")
+    (model / "config.json").unlink()
+    model.rmdir()
+
+    run_stages(smoke(f"model.name={model}"), tmp_path / "run")
 
     assert calls.names == ALL
 
@@ -153,7 +190,7 @@ def test_an_adapter_is_merged_later_without_training_again(tmp_path, calls, monk
         (stage.folder / "model").mkdir()
         return {"merged_dtype": "float32"}
 
-    monkeypatch.setattr(pipeline, "merge_adapter", merge)
+    monkeypatch.setattr(actions, "merge_adapter", merge)
     calls.names.clear()
     for _ in range(2):
         run_stages(smoke("stages=[distill,medusa1,medusa2,evaluate]"), tmp_path)
@@ -199,5 +236,5 @@ def test_only_the_first_process_measures_and_writes(tmp_path, calls):
     stage = second.layout.stage("evaluate")
 
     with pytest.raises(ConfigError, match="in use"):
-        second.actions["evaluate"](stage)
+        second.work([stage])
     assert "evaluate" not in calls.names

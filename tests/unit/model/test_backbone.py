@@ -4,17 +4,14 @@ import pytest
 import torch
 import transformers
 from decoding_case import make_llama
+from huggingface_hub import constants as hub_constants
 from transformers import AutoModelForCausalLM
 
 from medusa_train.config.load import load
 from medusa_train.errors import ConfigError, ModelError
-from medusa_train.model.backbone import (
-    Backbone,
-    choose_device,
-    choose_dtype,
-    load_backbone,
-    quiet_transformers,
-)
+from medusa_train.model import backbone as backbone_module
+from medusa_train.model.backbone import Backbone, load_backbone, quiet_transformers
+from medusa_train.model.device import choose_device, choose_dtype
 from medusa_train.model.tiny import byte_tokenizer, tiny_llama
 
 CPU = torch.device("cpu")
@@ -156,6 +153,18 @@ def test_a_folder_that_cannot_be_loaded(settings, folder):
     (folder / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot be loaded"):
         load_backbone(replace(settings, name=str(folder)))
+
+
+def test_without_a_hub_what_was_downloaded_is_looked_for_and_nothing_else(
+    settings, monkeypatch, caplog, tmp_path
+):
+    monkeypatch.setattr(backbone_module, "hub_answers", lambda: False)
+    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        ModelError, match=r"model\.name=org/none cannot be loaded: .*expected a hub"
+    ):
+        load_backbone(replace(settings, name="org/none"))
+    assert [r for r in caplog.records if r.name.startswith("huggingface_hub")] == []
 
 
 def test_a_file_that_is_no_gguf(settings, tmp_path):

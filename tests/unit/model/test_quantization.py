@@ -1,6 +1,7 @@
 """Quantised backbones: what is quantised, that both trainings run on it, and what is refused."""
 
 import importlib.util
+import logging
 from dataclasses import replace
 
 import pytest
@@ -34,6 +35,14 @@ def folder(tmp_path_factory):
     model.save_pretrained(place)
     tokenizer.save_pretrained(place)
     return place
+
+
+def test_a_kernel_that_is_not_used_is_not_missed_aloud(caplog):
+    log = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    log.error("Failed to load CPU gemm_4bit_forward from kernels-community: %s.", "no kernels")
+    log.error("something else")
+
+    assert caplog.messages == ["something else"]
 
 
 def quantised(folder, kind, *overrides):

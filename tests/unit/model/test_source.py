@@ -4,7 +4,8 @@ import sys
 import pytest
 
 from medusa_train.errors import ModelError
-from medusa_train.model.source import resolve
+from medusa_train.model import source
+from medusa_train.model.source import hub_answers, resolve
 
 
 @pytest.fixture
@@ -98,3 +99,33 @@ def test_a_package_that_is_not_there(name):
 def test_the_distribution_to_install_is_named():
     with pytest.raises(ModelError, match=r"package no_such_model is not installed.*no-such-model"):
         resolve("package:no_such_model")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("tiny", "random:llama"), ("smollm2_135m", "package:")]
+)
+def test_the_name_of_shipped_settings_is_no_model(name, meant):
+    with pytest.raises(ModelError, match=f"did you mean .* model={name}, whose .* is {meant}"):
+        resolve(name)
+
+
+def test_the_setting_that_named_it_is_told():
+    with pytest.raises(ModelError, match=r"draft\.model=\./none: no such folder"):
+        resolve("./none", setting="draft.model")
+
+
+@pytest.mark.parametrize("error", [None, OSError("no route"), RuntimeError("told to be offline")])
+def test_the_hub_is_asked_once(monkeypatch, error):
+    asked = []
+
+    class Session:
+        def head(self, url, timeout):
+            asked.append((url, timeout))
+            if error is not None:
+                raise error
+
+    monkeypatch.setattr(source, "get_session", Session)
+
+    assert hub_answers() == (error is None)
+    assert len(asked) == 1
+    assert 0 < asked[0][1] <= 60
