@@ -18,6 +18,7 @@ from medusa_train.parallel import World, current_world
 from medusa_train.track.lock import locked
 from medusa_train.track.manifest import Stage, read_manifest
 from medusa_train.track.places import MERGED_FOLDER
+from medusa_train.track.sinks import check_login
 from medusa_train.train.engine import check_launch
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ def run_stages(config: Config, run_dir: Path) -> None:
     run.check_models()
     run.check_launch(device)
     run.layout.check_inputs()
+    run.check_tracking()
     with ExitStack() as locks:
         todo = []
         for name in config.stages:
@@ -77,6 +79,15 @@ class Run:
             resolve(config.model.name)
         if config.draft.model is not None and "draft" in todo:
             resolve(config.draft.model, setting="draft.model")
+
+    def check_tracking(self) -> None:
+        """Refuse at once W&B without a login, if there is something left to track.
+
+        Raises:
+            ConfigError: on every process.
+        """
+        if any(name != "distill" and not self._is_done(name) for name in self.config.stages):
+            self.world.first(lambda: check_login(self.config.track))
 
     def check_launch(self, device: torch.device) -> None:
         """Refuse at once what training would refuse without looking at a model."""

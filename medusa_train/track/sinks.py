@@ -143,10 +143,7 @@ class WandbSink:
                 settings=wandb.Settings(console="off", x_disable_stats=True, silent=True),
             )
         except wandb.Error as error:
-            raise ConfigError(
-                f"W&B does not start with track.mode={track.mode}: {error} "
-                "(log in with `wandb login`, or use track=offline or track=disabled)"
-            ) from error
+            raise _refused(track, error) from error
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Send them; W&B itself draws values that are not finite as gaps."""
@@ -217,6 +214,21 @@ class FanOut:
             raise faults[0]
 
 
+def check_login(track: TrackConfig) -> None:
+    """Refuse at once what `WandbSink` would refuse after hours; in a terminal W&B asks for a key.
+
+    Raises:
+        ConfigError: if metrics are to be sent, and there is no key or W&B does not take it.
+    """
+    if track.mode == "online":
+        import wandb
+
+        try:
+            wandb.login(force=True, verify=True)
+        except wandb.Error as error:
+            raise _refused(track, error) from error
+
+
 def open_sinks(
     folder: Path,
     track: TrackConfig,
@@ -247,6 +259,13 @@ def open_sinks(
     if track.mode != "disabled":
         sinks.append(WandbSink(folder, track, run_name=run_name, stage=stage, settings=settings))
     return FanOut(sinks)
+
+
+def _refused(track: TrackConfig, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"W&B does not start with track.mode={track.mode}: {error} "
+        "(log in with `wandb login`, or use track=offline or track=disabled)"
+    )
 
 
 def _step_of(line: str) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pipeline_case import ALL, SUMMARY, Calls, smoke, stand_ins
 
-from medusa_train import actions
+from medusa_train import actions, pipeline
 from medusa_train.errors import CheckpointError, ConfigError, DataError, ModelError
 from medusa_train.parallel import World
 from medusa_train.pipeline import Run, run_stages
@@ -68,6 +68,20 @@ def test_a_finished_run_needs_its_model_no_more(tmp_path, calls):
     run_stages(smoke(f"model.name={model}"), tmp_path / "run")
 
     assert calls.names == ALL
+
+
+def test_a_login_that_is_missing_is_told_before_any_work(tmp_path, calls, monkeypatch):
+    def refuse(track):
+        if track.mode == "online":
+            raise ConfigError("log in")
+
+    monkeypatch.setattr(pipeline, "check_login", refuse)
+    with pytest.raises(ConfigError, match="log in"):
+        run_stages(smoke("track=online"), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+    run_stages(smoke("track=online", "stages=[distill]"), tmp_path)  # which tracks nothing
+    assert calls.names == ["distill"]
 
 
 def test_a_stage_that_fails_is_run_again_and_those_before_it_are_not(tmp_path, calls):

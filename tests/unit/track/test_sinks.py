@@ -18,6 +18,7 @@ from medusa_train.track.sinks import (
     JsonlSink,
     NullSink,
     WandbSink,
+    check_login,
     open_sinks,
 )
 
@@ -162,6 +163,19 @@ def test_a_refusal_of_wandb_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(ConfigError, match=r"no API key .*track=offline"):
         start(tmp_path)
+
+
+def test_without_a_login_nothing_is_begun(monkeypatch):
+    import wandb
+
+    def refuse(**_):
+        raise wandb.errors.UsageError("no API key")
+
+    monkeypatch.setattr(wandb, "login", refuse)
+    with pytest.raises(ConfigError, match=r"track\.mode=online: no API key .*track=offline"):
+        check_login(replace(TRACK, mode="online"))
+    for mode in ("offline", "disabled"):
+        check_login(replace(TRACK, mode=mode))
 
 
 @pytest.mark.slow
