@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from medusa_train.chat.finding import find_heads
 from medusa_train.config.training import DTypeName
 from medusa_train.errors import ConfigError, MedusaError
 
@@ -35,7 +36,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m medusa_train.chat",
         description="Chat with a model and see which tokens its heads have guessed.",
         epilog="Without a terminal each line of the input is a question, and plain answers go to "
-        "standard output.",
+        "standard output. There too a line that begins with / is a command, unless a space stands "
+        "before it; one that is unknown or fails ends the chat with status 1.",
     )
     found.add_argument("heads", metavar="HEADS_DIR", type=Path, help="a run, a stage, or its heads")
     found.add_argument("--model", help="the backbone (default: the one the heads were trained on)")
@@ -53,8 +55,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _chat(options: argparse.Namespace) -> None:
-    # torch is slow to import: --help and faulty options need none of it
-    from medusa_train.chat.loading import backbone_settings, choose_method, find_heads
+    heads = find_heads(options.heads)
+    # torch is slow to import: --help and a folder without heads need none of it
+    from medusa_train.chat.loading import backbone_settings, choose_method
     from medusa_train.chat.screen import open_screen
     from medusa_train.chat.session import AnswerSettings, Chat
     from medusa_train.decode import Sampling
@@ -71,7 +74,6 @@ def _chat(options: argparse.Namespace) -> None:
         settings = AnswerSettings(max_new_tokens=options.max_new_tokens, sampling=sampling)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    heads = find_heads(options.heads)
     wanted = backbone_settings(
         heads, model=options.model, dtype=options.dtype, device=options.device
     )

@@ -9,14 +9,12 @@ from medusa_train.config.load import load
 from medusa_train.config.schema import ModelConfig
 from medusa_train.decode import Lookup, Medusa, Method, Plain
 from medusa_train.errors import CheckpointError, ConfigError, ModelError
-from medusa_train.evaluate.run import TREE
 from medusa_train.model.backbone import Backbone
 from medusa_train.model.heads import MedusaHeads
-from medusa_train.model.weights import CONFIG, WEIGHTS, load_heads
+from medusa_train.model.weights import CONFIG, load_heads
 from medusa_train.ops.tree import Tree, build_tree, chain_tree
 from medusa_train.track.manifest import read_manifest
-from medusa_train.train.medusa1 import HEADS_FOLDER
-from medusa_train.train.medusa2 import MERGED_FOLDER
+from medusa_train.track.places import MERGED_FOLDER, TREE
 
 MethodName = Literal["medusa", "plain", "lookup"]
 
@@ -31,25 +29,6 @@ class Guesser:
     method: Method
     described: str
     name: str | None
-
-
-def find_heads(folder: Path) -> Path:
-    """The heads in a folder of theirs, in that of a stage, or in that of a run.
-
-    Of a run that has both, those of medusa2, as they are what it measures.
-
-    Raises:
-        ModelError: if there are none.
-    """
-    folder = folder.expanduser().resolve()
-    places = ("", HEADS_FOLDER, f"medusa2/{HEADS_FOLDER}", f"medusa1/{HEADS_FOLDER}")
-    found = [folder / place for place in places if (folder / place / WEIGHTS).is_file()]
-    if not found:
-        raise ModelError(
-            f"no heads in {folder}: expected a folder with {WEIGHTS}, that of a stage medusa1 or "
-            "medusa2, or that of a run which has finished one"
-        )
-    return found[0]
 
 
 def backbone_settings(

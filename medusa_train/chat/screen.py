@@ -141,7 +141,7 @@ class Terminal:
     @contextlib.contextmanager
     def answer(self) -> Iterator[Show]:
         """See `Screen`."""
-        with Live(console=self._console, auto_refresh=False) as live:
+        with _typed_ahead(), Live(console=self._console, auto_refresh=False) as live:
             growing = _Growing(self._console, live, self._guessed)
             growing.add((), "reading the conversation")
             try:
@@ -174,6 +174,27 @@ class _Growing:
 
     def end(self) -> None:
         self._live.update(self._line)
+
+
+@contextlib.contextmanager
+def _typed_ahead() -> Iterator[None]:
+    """Keep what is typed meanwhile for the next line: unseen, as it would tear the answer apart.
+
+    Ctrl-D is a key like others then. In its usual mode the terminal would forget it when readline
+    takes over. Ctrl-C stays what it is.
+    """
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios  # not on every system, but wherever `tty` works
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin, termios.TCSADRAIN)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def _prompt(more: bool) -> str:

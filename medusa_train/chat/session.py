@@ -15,7 +15,7 @@ from medusa_train.model.backbone import Backbone
 from medusa_train.track.manifest import write_json
 
 HELP = """\
-/reset         forget the conversation, keep the system prompt
+/reset, /new   forget the conversation, keep the system prompt
 /system TEXT   set the system prompt and begin anew; without TEXT there is none
 /save FILE     write the conversation as JSON
 /quit          leave, as Ctrl-D does
@@ -103,7 +103,7 @@ class Chat:
         match name:
             case "/help":
                 self._screen.note(HELP)
-            case "/reset":
+            case "/reset" | "/new":
                 self._begin(self._system)
                 self._screen.note("a new conversation begins")
             case "/system":
@@ -126,9 +126,13 @@ class Chat:
             path = Path(name).expanduser()
             if path.exists():
                 raise DataError(f"{path} exists: give one that is new, as in /save chat.json")
+            if not path.parent.is_dir():
+                raise DataError(f"{path} cannot be written: there is no folder {path.parent}")
             write_json(path, {"model": self._backbone.name, "messages": self._conversation.turns})
         except (OSError, ValueError, RuntimeError) as error:  # of the disk, a NUL, no such home
-            raise DataError(f"{name} cannot be written ({error})") from None
+            # The name in an error of the disk is that of a passing file
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DataError(f"{name} cannot be written ({reason})") from None
         self._screen.note(f"saved in {path}")
 
     def _answer(self, question: str) -> None:

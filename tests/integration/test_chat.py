@@ -126,6 +126,22 @@ def test_a_person_chats(tmp_path):
     assert "Traceback" not in person.seen
 
 
+def test_what_is_typed_during_an_answer_is_kept_and_a_ctrl_d_too(tmp_path):
+    run = save_run(tmp_path, ends=False)
+    with person_at(tmp_path, str(run), "--max-new-tokens", "1500") as person:
+        person.wait_for("> ")
+        person.type("Why?\r")
+        person.wait_for("1 token in")
+        person.type("/new\r" + CTRL_D)
+        assert person.status() == 0
+
+    answer, cut, after = person.seen.partition("; cut at")
+    assert cut
+    assert "/new" not in answer
+    assert "> /new" in after
+    assert "a new conversation begins" in after
+
+
 def test_without_colours_guessed_tokens_are_underlined(tmp_path):
     run = save_run(tmp_path)
     with person_at(tmp_path, str(run), NO_COLOR="1") as person:

@@ -1,4 +1,6 @@
 import io
+import subprocess
+import sys
 
 import pytest
 from chat_case import SAID, save_run
@@ -60,6 +62,18 @@ def test_a_fault_is_a_sentence_and_a_status(arguments, status, told, run, typed,
 def test_a_folder_without_heads_is_a_sentence(tmp_path, capsys):
     assert main([str(tmp_path)]) == 1
     assert capsys.readouterr().err.startswith("no heads in ")
+
+
+def test_a_folder_without_heads_is_told_before_anything_slow_is_imported(tmp_path):
+    code = f"""
+import sys
+from medusa_train.chat.__main__ import main
+assert main([{str(tmp_path)!r}]) == 1
+print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.startswith("no heads in ")
+    assert {"torch", "transformers"} & set(done.stdout.split()) == set()
 
 
 def test_ctrl_c_where_nothing_is_answered_ends_it(run, typed, monkeypatch, capsys):

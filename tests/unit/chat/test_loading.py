@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from chat_case import knowing_heads, make_speaker, save_run
 
-from medusa_train.chat.loading import backbone_settings, choose_method, choose_tree, find_heads
+from medusa_train.chat.finding import find_heads
+from medusa_train.chat.loading import backbone_settings, choose_method, choose_tree
 from medusa_train.decode import Lookup, Medusa, Plain
 from medusa_train.errors import CheckpointError, ConfigError, ModelError
 
@@ -60,8 +61,22 @@ def test_heads_are_found_from_within_their_folder(run, monkeypatch):
 
 
 def test_a_folder_without_heads_is_refused(tmp_path):
-    with pytest.raises(ModelError, match=r"no heads in .*: expected a folder with medusa_lm_head"):
-        find_heads(tmp_path / "nothing")
+    with pytest.raises(ModelError, match=r"no heads in .*; expected a folder with medusa_lm_head"):
+        find_heads(tmp_path)
+
+
+def test_a_folder_that_is_missing_is_told_with_those_that_have_heads(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    here = rf"These have heads: {run}$"
+
+    with pytest.raises(ModelError, match=rf"there is no folder {tmp_path}/typo; .*{here}"):
+        find_heads(tmp_path / "typo")
+    with pytest.raises(ModelError, match=rf"no heads in {tmp_path}/empty; .*{here}"):
+        find_heads(tmp_path / "empty")
+    with pytest.raises(ModelError, match=rf"no heads in {tmp_path}; .*{here}"):
+        find_heads(tmp_path)
+    with pytest.raises(ModelError, match=r"has finished one$"):
+        find_heads(tmp_path / "typo" / "run")
 
 
 def test_the_backbone_is_the_one_that_the_heads_name(saved):

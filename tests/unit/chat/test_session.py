@@ -164,9 +164,9 @@ def test_what_was_said_is_saved_for_other_programs(tmp_path):
     [
         ("/sav x", "there is no command /sav: /help lists them"),
         ("/save", "/save needs the name of a file"),
-        ("/save no/such/folder/chat.json", "cannot be written"),
+        ("/save no/such/folder/a.json", "cannot be written: there is no folder no/such/folder"),
         ("/save ~nobody-of-that-name/chat.json", "cannot be written"),
-        ("/save " + "x" * 300, "cannot be written"),
+        ("/save " + "x" * 300, "File name too long"),
         ("/save chat\0.json", "cannot be written"),
         ("x" * 3000, "context of 2048 leaves no room for an answer"),
     ],
@@ -198,7 +198,7 @@ def test_help_names_every_command_and_quit_leaves():
     screen = FakeScreen("/help", "/quit", "Why?")
     chat(screen).run()
 
-    for command in ("/reset", "/system", "/save", "/quit"):
+    for command in ("/reset", "/new", "/system", "/save", "/quit"):
         assert command in screen.notes[0]
     assert screen.answers == []
 
