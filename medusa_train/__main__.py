@@ -1,8 +1,10 @@
 """`python -m medusa_train +recipe=NAME ...`: tidy argv, Hydra, check, run the stages."""
 
 import contextlib
+import difflib
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +29,9 @@ from medusa_train.errors import ConfigError, MedusaError
 from medusa_train.track.console import start_logging
 
 log = logging.getLogger("medusa_train")
+
+# Where these are given, Hydra alone knows what can be chosen
+_OTHER_CONFIGS = ("--config-", "-cd", "-cp", "-cn", "hydra.searchpath")
 
 USAGE = """\
 Train Medusa heads on a causal language model and measure what they are worth.
@@ -83,6 +88,7 @@ def tidy(argv: Sequence[str]) -> list[str]:
         ConfigError: for an override that Hydra's grammar cannot read.
     """
     groups = {path.name for path in shipped_dir("configs").iterdir() if path.is_dir()} | {"recipe"}
+    others = any(argument.startswith(_OTHER_CONFIGS) for argument in argv)
     tidied = []
     for argument in argv:
         if argument.startswith(("--local_rank=", "--local-rank=")):
@@ -90,7 +96,7 @@ def tidy(argv: Sequence[str]) -> list[str]:
         key = argument.split("=", 1)[0]
         if not argument.startswith("-") and "=" in argument:
             _check_grammar(argument)
-            _check_choice(argument, groups)
+            _check_choice(argument, groups, others=others)
             _check_run_name(argument)
             plain = argument[0] not in "+~" and "/" not in key and "@" not in key
             if plain and key not in groups and not key.startswith("hydra"):
@@ -163,13 +169,20 @@ def _check_grammar(argument: str) -> None:
         ) from None
 
 
-def _check_choice(argument: str, groups: set[str]) -> None:
-    """A group cannot be left out: every section of the settings is needed."""
+def _check_choice(argument: str, groups: set[str], *, others: bool) -> None:
+    """A group cannot be left out, as every section of the settings is needed, nor misspelt."""
     key, value = argument.split("=", 1)
-    if key in groups and value in ("null", ""):
-        names = sorted(path.stem for path in (shipped_dir("configs") / key).glob("*.yaml"))
-        known = ", ".join(names or shipped_recipes())
-        raise ConfigError(f"{key}={value} chooses nothing: expected one of {known}")
+    group = key.lstrip("+")
+    if group not in groups:
+        return
+    names = sorted(path.stem for path in (shipped_dir("configs") / group).glob("*.yaml"))
+    known = names or list(shipped_recipes())
+    if value in ("null", ""):
+        raise ConfigError(f"{argument} chooses nothing: expected one of {', '.join(known)}")
+    if not others and value not in known and re.fullmatch(r"[\w-]+", value):
+        close = difflib.get_close_matches(value, known, n=1)
+        hint = f", did you mean {close[0]}? Known" if close else "; known"
+        raise ConfigError(f"{argument}: no {group} {value!r}{hint}: {', '.join(known)}")
 
 
 def _check_run_name(argument: str) -> None:

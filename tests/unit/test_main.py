@@ -85,6 +85,30 @@ def test_other_run_names_are_taken(argument):
     assert command.tidy([argument]) == [f"++{argument}"]
 
 
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("+recipe=smok", "+recipe=smok: no recipe 'smok', did you mean smoke? Known: quickstart, "),
+        (
+            "heads=shard",
+            "heads=shard: no heads 'shard', did you mean shared? Known: own, reduced, ",
+        ),
+        ("+recipe=xyzzy", "+recipe=xyzzy: no recipe 'xyzzy'; known: quickstart, "),
+        ("+recipe=", "+recipe= chooses nothing: expected one of quickstart, "),
+    ],
+)
+def test_a_choice_that_there_is_not_is_answered_with_the_nearest(argument, says):
+    with pytest.raises(ConfigError) as refused:
+        command.tidy([argument])
+    assert str(refused.value).startswith(says)
+
+
+def test_recipes_of_ones_own_are_left_to_hydra():
+    argv = ["--config-dir", "mine", "+recipe=smok"]
+    assert command.tidy(argv) == argv
+    assert command.tidy(["heads=own,shared"]) == ["heads=own,shared"]  # a sweep
+
+
 def test_help_lists_every_recipe_and_the_groups(tmp_path):
     done = run_here(tmp_path, SMOKE, "--help")
 
