@@ -52,6 +52,7 @@ def test_rows_and_table(name, tmp_path, capsys):
     rows = json.loads(path.read_text())
     assert [row["name"] for row in rows] == NAMES[name]
     table = capsys.readouterr().out
+    assert "measures nothing" in table
     for row in rows:
         assert row.keys() == KEYS
         assert row["name"] in table
