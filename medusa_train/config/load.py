@@ -41,8 +41,8 @@ def shipped_models() -> dict[str, str]:
     """Each shipped choice of `model=` that names a model, and its `model.name`."""
     found: dict[str, str] = {}
     for path in sorted((shipped_dir("configs") / "model").glob("*.yaml")):
-        name = OmegaConf.to_container(OmegaConf.load(path)).get("name")  # pyright: ignore
-        if name != "???":
+        name = OmegaConf.select(OmegaConf.load(path), "name", default="")
+        if name:
             found[path.stem] = str(name)
     return found
 
