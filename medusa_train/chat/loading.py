@@ -8,6 +8,7 @@ from typing import Literal
 from medusa_train.config.load import load
 from medusa_train.config.schema import ModelConfig
 from medusa_train.decode import Lookup, Medusa, Method, Plain
+from medusa_train.decode.medusa import most_ranks
 from medusa_train.errors import CheckpointError, ConfigError, ModelError
 from medusa_train.model.backbone import Backbone
 from medusa_train.model.heads import MedusaHeads
@@ -100,8 +101,8 @@ def choose_tree(
     path = given or measured
     try:
         paths = [list(ranks) for ranks in json.loads(path.read_text())["paths"]]
-        max_rank = min(heads.shape.head_vocab_size, backbone.valid_ids)
-        tree = build_tree(paths, num_heads=len(heads), max_rank=max_rank)
+        most = most_ranks(backbone, heads)
+        tree = build_tree(paths, num_heads=len(heads), max_rank=most)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error}); --tree names another") from None
     except (ValueError, KeyError, TypeError) as error:

@@ -9,7 +9,7 @@ from medusa_train.config.schema import Config
 from medusa_train.data.hidden_states import choose_source
 from medusa_train.data.rows import Row
 from medusa_train.decode import Medusa, Method, Plain
-from medusa_train.decode.medusa import HeadGuesses
+from medusa_train.decode.medusa import HeadGuesses, most_ranks
 from medusa_train.errors import ConfigError
 from medusa_train.evaluate.accuracy import head_accuracy, rank_rows
 from medusa_train.evaluate.describe import (
@@ -59,8 +59,9 @@ def choose_tree(
         device=backbone.device,
         stage=trained.stage,
     )
-    max_rank = min(settings.max_rank, heads.shape.head_vocab_size)
-    guesses = min(max(max_rank, 5), heads.shape.head_vocab_size)
+    most = most_ranks(backbone, heads)
+    max_rank = min(settings.max_rank, most)
+    guesses = min(max(max_rank, 5), most)
     ranks = rank_rows(rows, source, heads, backbone, guesses=guesses)
     changed = trained.summary.get("backbone")
     soft = getattr(config, trained.stage).soft_targets
@@ -80,7 +81,7 @@ def choose_tree(
         candidates = [grown[:size] for size in sorted(set(settings.tree_sizes))]
     else:
         candidates = [list(settings.tree)]
-    trees = [_tree(paths, heads) for paths in candidates]
+    trees = [_tree(paths, backbone, heads) for paths in candidates]
     prompt = rows[0].ids[: rows[0].answer_start]  # steps are timed behind it
     curve = _size_curve(trees, ranks, backbone, heads, prompt, config)
     best = fastest(curve, at_least=settings.min_tokens_per_step)
@@ -148,8 +149,8 @@ def _size_curve(
     return curve
 
 
-def _tree(paths: Sequence[RankPath], heads: MedusaHeads) -> Tree:
+def _tree(paths: Sequence[RankPath], backbone: Backbone, heads: MedusaHeads) -> Tree:
     try:
-        return build_tree(paths, num_heads=len(heads), max_rank=heads.shape.head_vocab_size)
+        return build_tree(paths, num_heads=len(heads), max_rank=most_ranks(backbone, heads))
     except ValueError as error:
         raise ConfigError(f"evaluate.tree: {error}") from None
