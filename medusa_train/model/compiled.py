@@ -79,6 +79,9 @@ def compile_for_decoding(decoder: nn.Module) -> Callable[..., Any]:
         # Beyond its limit the compiler would fall back to eager without a word
         limits = {"recompile_limit": SIZES, "fail_on_recompile_limit_hit": True}
         with torch._dynamo.config.patch(limits):
-            return run(**inputs)
+            output = run(**inputs)
+        # A graph's outputs are lost when another one runs, as that of a method measured in turn
+        output.last_hidden_state = output.last_hidden_state.clone()
+        return output
 
     return forward

@@ -8,12 +8,13 @@ import pytest
 import torch
 from medusa2_case import disturb
 from training_case import make_config, make_rows
+from transformers.modeling_outputs import BaseModelOutput
 
 from medusa_train.config.load import load
 from medusa_train.data.hidden_states import online_source, padded
 from medusa_train.errors import ConfigError
 from medusa_train.model.backbone import load_backbone
-from medusa_train.model.compiled import refuse_compile
+from medusa_train.model.compiled import compile_for_decoding, refuse_compile
 from medusa_train.model.student import Student
 
 CPU = torch.device("cpu")
@@ -76,3 +77,20 @@ def test_it_changes_no_number_of_either_training():
         assert theirs.abs().max() > 0
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
+
+
+def test_hidden_states_outlast_the_next_forward(monkeypatch):
+    """The graphs of a GPU write all their outputs to the same place."""
+    place = torch.zeros(2)
+
+    def as_a_graph(decoder, **_):
+        def run():
+            place.add_(1)
+            return BaseModelOutput(last_hidden_state=place)  # pyright: ignore
+
+        return run
+
+    monkeypatch.setattr("medusa_train.model.compiled.torch.compile", as_a_graph)
+    forward = compile_for_decoding(torch.nn.Linear(1, 1))
+    first, second = forward().last_hidden_state, forward().last_hidden_state
+    assert (first.tolist(), second.tolist()) == ([1, 1], [2, 2])
