@@ -27,9 +27,10 @@ from transformers import (
 )
 
 from medusa_train.errors import ModelError
-from medusa_train.model.backbone import all_end_ids, choose_device, choose_dtype, quiet_transformers
+from medusa_train.model.backbone import all_end_ids, quiet_transformers
+from medusa_train.model.device import choose_device, choose_dtype
 from medusa_train.model.language_model import LanguageModel
-from medusa_train.model.source import resolve
+from medusa_train.model.source import hub_answers, resolve
 
 NAME = "sdpa_biased_by_mask"
 
@@ -180,11 +181,13 @@ def load_seq2seq(name: str, *, dtype: str = "auto", device: str = "auto") -> Seq
     source, place = resolve(name), choose_device(device)
     if source.gguf_file is not None:
         raise ModelError(f"{name}: a GGUF file; expected a hub name or a folder of transformers")
+    # Where the hub cannot be reached, an earlier download may lie here
+    where = {"local_files_only": source.is_remote and not hub_answers()}
     try:
         with quiet_transformers(bars=source.is_remote):
-            tokenizer = AutoTokenizer.from_pretrained(source.location)
+            tokenizer = AutoTokenizer.from_pretrained(source.location, **where)
             model = AutoModelForSeq2SeqLM.from_pretrained(
-                source.location, dtype=choose_dtype(dtype, place)
+                source.location, dtype=choose_dtype(dtype, place), **where
             )
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
