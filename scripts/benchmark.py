@@ -18,7 +18,7 @@ from pathlib import Path
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read when torch is imported
 
 import torch
-from bench import decode, distill, growth, latency, train
+from bench import decode, decode_memory, distill, growth, latency, train
 from bench.case import DEFAULT_MODEL, Case, build_case
 from bench.rows import Row
 from rich.console import Console
@@ -30,6 +30,7 @@ from medusa_train.model.device import dtype_name
 BENCHMARKS: dict[str, Callable[[Case], list[Row]]] = {
     "decode": decode.run,
     "latency": latency.run,
+    "memory": decode_memory.run,
     "train": train.run,
     "growth": growth.run,
     "distill": distill.run,

@@ -5,10 +5,8 @@ faster on the way does so for all alike.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-
-import torch
 
 from medusa_train.data.prompts import EncodedPrompt
 from medusa_train.decode.generation import GREEDY, Method, clock, generate
@@ -18,7 +16,6 @@ from medusa_train.ops.sample import Sampling
 from medusa_train.track.progress import Meter
 
 
-@torch.inference_mode()
 def step_seconds(methods: Sequence[Method], prompt: Sequence[int], *, repeats: int) -> list[float]:
     """Median seconds of one step of each method, timed in turn after two steps of warm-up.
 
@@ -29,14 +26,29 @@ def step_seconds(methods: Sequence[Method], prompt: Sequence[int], *, repeats: i
     """
     warmup = 2
     room = (warmup + repeats + 1) * max(method.longest_block for method in methods)
-    tokens = [method.start([prompt], room=room) for method in methods]
-    times: list[list[float]] = [[] for _ in methods]
-    for _ in range(warmup + repeats):
-        for i, method in enumerate(methods):
-            begin = clock(method.device)
-            tokens[i] = [block[-1] for block in method.step(tokens[i])]
-            times[i].append(clock(method.device) - begin)
-    return [statistics.median(spent[warmup:]) for spent in times]
+    clocks = [step_clock(method, prompt, room=room) for method in methods]
+    times = [[timed(1) for timed in clocks] for _ in range(warmup + repeats)]
+    return [statistics.median(spent) for spent in zip(*times[warmup:], strict=True)]
+
+
+def step_clock(method: Method, prompt: Sequence[int], *, room: int) -> Callable[[int], float]:
+    """Read a prompt; then go on by so many steps at every call: mean seconds of one of them.
+
+    Args:
+        method: not used for anything else meanwhile.
+        prompt: token ids; reading them is not timed.
+        room: tokens that all steps together may emit.
+    """
+    tokens = method.start([prompt], room=room)
+
+    def seconds(steps: int) -> float:
+        nonlocal tokens
+        begin = clock(method.device)
+        for _ in range(steps):
+            tokens = [block[-1] for block in method.step(tokens)]
+        return (clock(method.device) - begin) / steps
+
+    return seconds
 
 
 def measure(

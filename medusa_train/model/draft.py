@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -68,17 +69,13 @@ def cut_draft(
     Raises:
         ConfigError: if the target has fewer layers.
     """
-    config = copy.deepcopy(backbone.decoder.config)
-    depth = int(config.num_hidden_layers)
+    depth = int(backbone.decoder.config.num_hidden_layers)
     if num_layers > depth:
         raise ConfigError(
             f"draft.num_layers={num_layers}, but {backbone.name} has {depth} layers: "
             f"choose 1 to {depth}"
         )
-    for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == depth:  # one entry a layer, as layer_types
-            setattr(config, name, value[:num_layers])
-    config.num_hidden_layers = num_layers
+    config = cut_config(backbone.decoder.config, num_layers)
     config.tie_word_embeddings = False
     with torch.random.fork_rng(devices=[]):
         decoder = type(backbone.decoder)(config)
@@ -91,6 +88,16 @@ def cut_draft(
     lm_head.weight.copy_(rows)
     decoder.get_input_embeddings().requires_grad_(False)
     return DraftModel(decoder, lm_head, token_map).to(device).eval()
+
+
+def cut_config(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
+    """A copy of a model's settings for its first layers, at most all."""
+    cut, depth = copy.deepcopy(config), int(config.num_hidden_layers)
+    for name, value in list(vars(cut).items()):
+        if isinstance(value, list) and len(value) == depth:  # one entry a layer, as layer_types
+            setattr(cut, name, value[:num_layers])
+    cut.num_hidden_layers = min(depth, num_layers)
+    return cut
 
 
 def save_draft(folder: Path, draft: DraftModel, *, tokenizer: PreTrainedTokenizerBase) -> None:

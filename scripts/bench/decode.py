@@ -14,7 +14,10 @@ from bench.case import Case
 from bench.rows import Row, Workload, compare, interleave
 from medusa_train.decode import DraftModel, Medusa, Method, Plain, generate
 from medusa_train.decode.generation import clock
+from medusa_train.decode.medusa import most_ranks
+from medusa_train.evaluate.speed import step_clock
 from medusa_train.model.backbone import Backbone, quiet_transformers
+from medusa_train.model.draft import cut_config
 from medusa_train.model.heads import MedusaHeads, untrained_heads
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.model.vocabulary import choose_token_map
@@ -25,7 +28,6 @@ DRAFT_LAYERS = 4  # of the target, as they are
 TREE_NODES = (8, 16)
 NUM_HEADS = 4  # the heads of the quick start ...
 HEAD_VOCAB = 8192  # ... and their vocabulary
-WARM_STEPS = 2
 
 
 def run(case: Case) -> list[Row]:
@@ -109,12 +111,7 @@ def cut_draft(backbone: Backbone, num_layers: int) -> tuple[PreTrainedModel, Lan
 
 def cut_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
     """The first layers of a model, at most all, with its norm and LM head, on shared memory."""
-    config = copy.deepcopy(model.config)
-    depth = int(config.num_hidden_layers)
-    for name, value in list(vars(config).items()):
-        if isinstance(value, list) and len(value) == depth:  # one entry a layer, as layer_types
-            setattr(config, name, value[:num_layers])
-    config.num_hidden_layers = min(depth, num_layers)
+    config = cut_config(model.config, num_layers)
     with torch.random.fork_rng(devices=[]):
         cut = type(model)(config)
     missing = cut.load_state_dict(model.state_dict(), strict=False, assign=True).missing_keys
@@ -125,54 +122,44 @@ def cut_layers(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
 
 
 def _overheads(case: Case) -> list[Row]:
-    steps = 2 if case.tiny else 12
-    room = (WARM_STEPS + steps + 1) * (NUM_HEADS + 1)
+    steps, rounds = 2 if case.tiny else 12, case.repeats + 1
+    room = rounds * steps * (NUM_HEADS + 1) + 1
     prompt = case.prompts(1, max_new_tokens=room)[0]
     heads = decoding_heads(case.backbone)
     methods: dict[str, Method] = {"plain": Plain(case.backbone, compiled=case.compiled)}
     for nodes in TREE_NODES:
         methods[f"medusa_overhead_{nodes}_nodes"] = Medusa(
-            case.backbone, heads, bushy_tree(heads, nodes), compiled=case.compiled
+            case.backbone, heads, bushy_tree(case.backbone, heads, nodes), compiled=case.compiled
         )
     workloads = {
-        name: _step_ms(method, prompt, steps=steps, room=room) for name, method in methods.items()
+        name: step_ms(method, prompt, steps=steps, room=room) for name, method in methods.items()
     }
     figures = interleave(workloads, repeats=case.repeats, warmup=1)
     plain = figures.pop("plain")
     return [compare(name, spent, plain, unit="ms/step") for name, spent in figures.items()]
 
 
-def _step_ms(method: Method, prompt: list[int], *, steps: int, room: int) -> Workload:
-    """Milliseconds per step, from the same context each time; the prefill is not timed."""
-
-    @torch.inference_mode()
-    def workload() -> float:
-        tokens = method.start([prompt], room=room)
-        for _ in range(WARM_STEPS):
-            tokens = [method.step(tokens)[0][-1]]
-        begin = clock(method.device)
-        for _ in range(steps):
-            tokens = [method.step(tokens)[0][-1]]
-        return 1e3 * (clock(method.device) - begin) / steps
-
-    return workload
+def step_ms(method: Method, prompt: Sequence[int], *, steps: int, room: int) -> Workload:
+    """Milliseconds of a step, the mean of so many in a row; every round goes on from the last."""
+    clock = step_clock(method, prompt, room=room)
+    return lambda: 1e3 * clock(steps)
 
 
-def decoding_heads(backbone: Backbone, *, vocab_size: int = HEAD_VOCAB) -> MedusaHeads:
+def decoding_heads(model: LanguageModel, *, vocab_size: int = HEAD_VOCAB) -> MedusaHeads:
     """Heads as the quick start has them; what they guess does not change what a step costs."""
     heads = untrained_heads(
-        backbone.lm_head.weight,  # pyright: ignore
+        model.lm_head.weight,  # pyright: ignore
         num_heads=NUM_HEADS,
         lm_head="reduced",
-        token_map=choose_token_map([], size=vocab_size, vocab_size=backbone.vocab_size),
+        token_map=choose_token_map([], size=vocab_size, vocab_size=model.vocab_size),
     )
-    return heads.to(backbone.dtype).eval().requires_grad_(False)
+    return heads.to(model.dtype).eval().requires_grad_(False)
 
 
-def bushy_tree(heads: MedusaHeads, nodes: int) -> Tree:
+def bushy_tree(model: LanguageModel, heads: MedusaHeads, nodes: int) -> Tree:
     """`bushy_paths`, laid out for these heads."""
-    size = heads.shape.head_vocab_size
-    return build_tree(bushy_paths(nodes), num_heads=len(heads), max_rank=size)
+    most = most_ranks(model, heads)
+    return build_tree(bushy_paths(nodes), num_heads=len(heads), max_rank=most)
 
 
 def bushy_paths(nodes: int) -> list[Path]:

@@ -19,18 +19,17 @@ from matplotlib import pyplot
 from torch import nn
 
 from bench.case import Case
-from bench.decode import bushy_tree, decoding_heads
-from bench.memory import peak_bytes
+from bench.decode import bushy_tree, decoding_heads, step_ms
 from bench.rows import Row, Workload, compare, interleave
 from medusa_train.decode import Medusa, Method, Plain
 from medusa_train.decode.generation import clock
 from medusa_train.model.backbone import Backbone
 from medusa_train.model.heads import MedusaHeads
+from medusa_train.model.language_model import LanguageModel
 
 CONTEXTS = (64, 512, 2048)
 NODES = (1, 2, 4, 8, 16, 32, 64)
 STEPS = 3  # in a row, in each round
-MEGABYTE = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,7 @@ class Machine:
 
 
 def run(case: Case) -> list[Row]:
-    """Rows `step_cC_nN` in milliseconds, N counting nodes (0 for plain), and of memory."""
+    """Rows `step_cC_nN` in milliseconds, N counting nodes (0 for plain)."""
     machine, heads = measure_machine(case), decoding_heads(case.backbone)
     rows = []
     for context in (16,) if case.tiny else CONTEXTS:
@@ -53,7 +52,7 @@ def run(case: Case) -> list[Row]:
             for nodes in methods
         }
         workloads = {
-            f"step_c{context}_n{nodes}": _step_ms(case, method, context)
+            f"step_c{context}_n{nodes}": _workload(case, method, context)
             for nodes, method in methods.items()
         }
         figures = interleave(workloads, repeats=case.repeats, warmup=1)
@@ -61,33 +60,24 @@ def run(case: Case) -> list[Row]:
             compare(name, spent, [floor] * len(spent), unit="ms/step")
             for (name, spent), floor in zip(figures.items(), floors.values(), strict=True)
         ]
-    return [*rows, *_memory(case, heads)]
+    return rows
 
 
 def _methods(case: Case, heads: MedusaHeads) -> dict[int, Method]:
     """By nodes; plain decoding has none."""
     methods: dict[int, Method] = {0: Plain(case.backbone, compiled=case.compiled)}
     for nodes in (1, 4) if case.tiny else NODES:
-        tree = bushy_tree(heads, nodes)
+        tree = bushy_tree(case.backbone, heads, nodes)
         methods[nodes] = Medusa(case.backbone, heads, tree, compiled=case.compiled)
     return methods
 
 
-def _step_ms(case: Case, method: Method, context: int) -> Workload:
-    """Milliseconds per step from `context` tokens on; the context grows by what is emitted."""
-    rounds = case.repeats + 1
+def _workload(case: Case, method: Method, context: int) -> Workload:
+    """Steps behind `context` random tokens."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, case.backbone.valid_ids, (context,), generator=generator).tolist()
-    tokens = method.start([prompt], room=rounds * STEPS * method.longest_block + 1)
-
-    def workload() -> float:
-        nonlocal tokens
-        begin = clock(method.device)
-        for _ in range(STEPS):
-            tokens = [block[-1] for block in method.step(tokens)]
-        return 1e3 * (clock(method.device) - begin) / STEPS
-
-    return workload
+    room = (case.repeats + 1) * STEPS * method.longest_block + 1
+    return step_ms(method, prompt, steps=STEPS, room=room)
 
 
 def floor_seconds(
@@ -119,9 +109,9 @@ def linear_elements(module: nn.Module) -> int:
     return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 
 
-def head_size(backbone: Backbone) -> int:
+def head_size(model: LanguageModel) -> int:
     """E."""
-    config = backbone.config
+    config = model.config
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -163,26 +153,3 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     axes.legend()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
-
-
-def _memory(case: Case, heads: MedusaHeads) -> list[Row]:
-    """Peak of an answer beyond the weights, against the keys and values that it needs."""
-    backbone, room = case.backbone, 16 if case.tiny else 1024
-    prompt = case.prompts(1, max_new_tokens=room)[0]
-    config = backbone.config
-    token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size(backbone)
-    rows = []
-    for nodes, method in _methods(case, heads).items():
-        if nodes not in (0, 4, 16, 64):
-            continue
-
-        def work(method: Method = method) -> None:
-            tokens = method.start([prompt], room=room)
-            for _ in range(4):
-                tokens = [block[-1] for block in method.step(tokens)]
-
-        work()  # what is made once stays
-        peak = peak_bytes(work, backbone.device) / MEGABYTE
-        needed = token * backbone.dtype.itemsize * (len(prompt) + room + nodes + 1) / MEGABYTE
-        rows.append(compare(f"memory_n{nodes}", [peak] * 2, [needed] * 2, unit="MB"))
-    return rows

@@ -10,24 +10,42 @@ not see scratch memory that a maths library takes by itself, so it was checked a
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 
-def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """The most bytes of tensors that exist at once during `work`, beyond those before it."""
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """Bytes of tensors beyond those that were there before."""
+
+    peak: int  # the most that exist at once
+    kept: int  # of what was made, at the end
+
+
+def memory_use(make: Callable[[], object], device: torch.device) -> Use:
+    """What it takes to make something, and what the thing itself takes then."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        work()
+        made = make()
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        peak, kept = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        del made  # not before its bytes are counted
+        return Use(peak=peak - before, kept=kept - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        work()
-    return _highest(_changes(recorded))
+        made = make()
+    changes = _changes(recorded)
+    del made
+    return Use(peak=_highest(changes), kept=sum(changes))
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """The most bytes of tensors that exist at once during `work`, beyond those before it."""
+    return memory_use(work, device).peak
 
 
 def peak_resident_bytes(work: Callable[[], object]) -> int:

@@ -16,7 +16,11 @@ NAMES = {
         "medusa_overhead_8_nodes",
         "medusa_overhead_16_nodes",
     ],
-    "latency": [*(f"step_c16_n{nodes}" for nodes in (0, 1, 4)), "memory_n0", "memory_n4"],
+    "latency": [f"step_c16_n{nodes}" for nodes in (0, 1, 4)],
+    "memory": [
+        *("weights_backbone", "weights_heads", "weights_heads_peak", "weights_draft"),
+        *("memory_n0", "memory_n4", "memory_draft"),
+    ],
     "train": [
         "loss_memory_k5_over_k1",
         "loss_memory_vs_stacked",

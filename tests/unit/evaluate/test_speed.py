@@ -11,7 +11,7 @@ from medusa_train.data.prompt_set import Prompt
 from medusa_train.data.prompts import EncodedPrompt
 from medusa_train.decode import Plain, Sampling
 from medusa_train.evaluate import speed as module
-from medusa_train.evaluate.speed import measure, step_seconds
+from medusa_train.evaluate.speed import measure, step_clock, step_seconds
 
 
 class Clock:
@@ -68,6 +68,14 @@ def test_step_latency_is_the_median_after_two_steps_of_warm_up(clock):
     assert diary[:6] == ["a0", "b0", "a1", "b1", "a2", "b2"]
     assert slow.room == fast.room == 8 * 4
     assert slow.prompts == fast.prompts == [[1, 2]]
+
+
+def test_a_clock_goes_on_from_where_it_stopped_and_gives_the_mean(clock):
+    diary: list[str] = []
+    timed = step_clock(Timed("a", clock, [1, 3, 5], diary), [1, 2], room=9)  # pyright: ignore
+
+    assert [timed(2), timed(1)] == [2, 5]
+    assert diary == ["a0", "a1", "a2"]
 
 
 class Recorder:
