@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks on one GPU what CPUs cannot show, in under eight minutes, and writes all of it to one file:
+# Checks on one GPU what CPUs cannot show, in under ten minutes, and writes all of it to one file:
 #
 #   scripts/gpu_check.sh [FOLDER]             # default folder: scripts/results
 #   scripts/gpu_check.sh --dry-run FOLDER     # the same on a CPU, with next to no work

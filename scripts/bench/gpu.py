@@ -201,13 +201,30 @@ def trees(place: Place, numbers: dict[str, Any]) -> None:
     heads = decoding_heads(case.backbone)
     methods: list[Method] = [Plain(case.backbone)]
     for nodes in TREE_NODES:
-        methods.append(Medusa(case.backbone, heads, bushy_tree(heads, nodes)))
+        methods.append(Medusa(case.backbone, heads, bushy_tree(case.backbone, heads, nodes)))
     repeats = 3 if dry else 60
     prompt = case.prompts(1, max_new_tokens=(repeats + 4) * (NUM_HEADS + 1))[0]
     plain, *steps = step_seconds(methods, prompt, repeats=repeats)
     numbers |= {"prompt_tokens": len(prompt), "plain_ms": 1e3 * plain}
     for nodes, seconds in zip(TREE_NODES, steps, strict=True):
         numbers[f"overhead_{nodes}_nodes"] = seconds / plain
+
+
+def large(place: Place, numbers: dict[str, Any]) -> str | None:
+    """What a step with a tree costs on a model of the shape of Llama 7B: the one bound on speed."""
+    import torch
+
+    from bench.large import BOUND, NEEDED, measure, too_slow
+
+    on_gpu = place.device == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()  # of the checks before
+        if torch.cuda.get_device_properties(0).total_memory < NEEDED:
+            return f"a model of 7B parameters wants a card with {NEEDED // 2**30} GiB"
+    measure(place.device, numbers)
+    if on_gpu and (slow := too_slow(numbers)):
+        raise CheckError(f"above {BOUND}: {', '.join(slow)}")
+    return None
 
 
 def benchmark(place: Place, numbers: dict[str, Any], *, name: str) -> None:
@@ -235,5 +252,6 @@ CHECKS: Mapping[str, Check] = {
     "trees": trees,
     "decode": partial(benchmark, name="decode"),
     "train": partial(benchmark, name="train"),
+    "large": large,
     "compiled": compiled,
 }

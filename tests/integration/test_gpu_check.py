@@ -29,7 +29,7 @@ def test_a_dry_run_passes_every_check_and_measures_everything(tmp_path):
     assert record["passed"] is True
     assert list(checks) == [
         *("tests", "smoke", "reference", "torch", "zero1", "zero2", "zero3"),
-        *("model", "trees", "decode", "train"),
+        *("model", "trees", "decode", "train", "large"),
     ]
     numbers = {name: check["numbers"] for name, check in checks.items()}
     assert numbers["tests"]["tests"] > numbers["tests"]["skipped"]
@@ -39,4 +39,8 @@ def test_a_dry_run_passes_every_check_and_measures_everything(tmp_path):
     assert numbers["trees"]["overhead_64_nodes"] > 0
     assert numbers["decode"]["plain_vs_transformers"]["ratio"] > 0
     assert numbers["train"]["loss_memory_k5_over_k1"]["ratio"] > 0
+    assert [name for name in numbers["large"] if "nodes" in name] == [
+        f"overhead_{nodes}_nodes" for nodes in (1, 8, 16, 32, 64)
+    ]
+    assert numbers["large"]["overhead_64_nodes"]["ratio"] > 0
     assert str(tmp_path) not in path.read_text()
