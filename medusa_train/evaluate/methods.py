@@ -1,6 +1,7 @@
 """The methods that a run measures, by the names they have in its results."""
 
 from collections.abc import Mapping
+from inspect import signature
 
 from medusa_train.config.evaluation import AlsoName, EvaluateConfig
 from medusa_train.config.schema import Config
@@ -15,7 +16,7 @@ from medusa_train.model.heads import MedusaHeads
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.ops.tree import Tree
 
-LOOKUP_GAMMA = 10
+LOOKUP_GAMMA: int = signature(Lookup).parameters["gamma"].default  # measured as the chat decodes
 
 _LOOKUP = AddedWeights(
     architecture=f"no weights: up to {LOOKUP_GAMMA} tokens that stood behind the same n-gram",
@@ -55,7 +56,7 @@ def make_methods(
     for name in settings.also:
         match name:
             case "lookup":
-                methods[name] = Lookup(backbone, gamma=LOOKUP_GAMMA, compiled=compiled)
+                methods[name] = Lookup(backbone, compiled=compiled)
             case "draft_adaptive":
                 assert draft is not None  # else refused before anything was loaded
                 gamma = min(settings.gammas)

@@ -72,9 +72,8 @@ def too_slow(numbers: Mapping[str, Any]) -> list[str]:
 def random_model(device: str) -> LanguageModel:
     """Made where it will run, in bfloat16 from the start."""
     with torch.device(device):
-        llama = AutoModelForCausalLM.from_config(
-            LlamaConfig(**SHAPES[device], tie_word_embeddings=False), dtype=torch.bfloat16
-        )
+        config = LlamaConfig(**SHAPES[device], tie_word_embeddings=False)  # pyright: ignore
+        llama = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     llama.eval().requires_grad_(False)
     return LanguageModel(llama.get_decoder(), llama.get_output_embeddings())
 
