@@ -131,6 +131,6 @@ def _numbers(seeds: Sequence[int], length: int) -> Tensor:
     """Streams of each seed, [B, 3, length]; a longer answer only adds to them."""
     rows = []
     for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(int(seed))
         rows.append(torch.rand((length, 3), generator=generator, dtype=torch.float64).T)
     return torch.stack(rows)

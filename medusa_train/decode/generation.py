@@ -11,6 +11,7 @@ import operator
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
@@ -149,14 +150,14 @@ def answer_room(prompt_length: int, max_new_tokens: int, max_positions: int) -> 
     """
     if prompt_length == 0:
         raise DataError("the prompt has no tokens; give at least one")
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 0:
         raise DataError(f"max_new_tokens must be a whole number, 0 or more, got {max_new_tokens}")
     if max_positions - prompt_length < 1:
         raise DataError(
             f"a prompt of {prompt_length} tokens leaves no room for an answer in a context of "
             f"{max_positions}; shorten or drop it"
         )
-    return min(max_new_tokens, max_positions - prompt_length)
+    return min(int(max_new_tokens), max_positions - prompt_length)
 
 
 def clock(device: torch.device) -> float:
@@ -184,7 +185,7 @@ def _run(
     chooser = Chooser(
         sampling,
         read,
-        seeds=seeds or [sampling.seed] * len(prompts),
+        seeds=[sampling.seed] * len(prompts) if seeds is None else seeds,
         length=max(rooms) + method.longest_block,
         end_ids=ends,
         vocab_size=method.model.vocab_size,
@@ -245,9 +246,9 @@ def _check(
     """Refuse what would fail on the way; gives the end ids."""
     if seeds is not None and len(seeds) != len(prompts):
         raise DataError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one for each")
-    wrong_seed = next((seed for seed in seeds or () if not is_seed(seed)), None)
-    if wrong_seed is not None:
-        raise DataError(f"a seed must be {SEED_RULE}, got {wrong_seed}")
+    for seed in () if seeds is None else seeds:
+        if not is_seed(seed):
+            raise DataError(f"a seed must be {SEED_RULE}, got {seed}")
     ends = frozenset(_whole_numbers(end_ids, "end_ids"))
     model = method.model
     for row, prompt in enumerate(prompts):

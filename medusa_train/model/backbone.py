@@ -48,6 +48,7 @@ class Backbone(LanguageModel):
                 by itself.
         """
         _refuse_recurrent(model, name)
+        _refuse_own_windows(model, name)
         model.eval().requires_grad_(False)
         lm_head = model.get_output_embeddings()
         if lm_head is None:
@@ -202,6 +203,15 @@ def _refuse_recurrent(model: PreTrainedModel, name: str) -> None:
         raise ModelError(
             f"{name}: layers of type {bad[0]} keep a state that a rejected draft cannot be taken "
             "out of; speculative decoding needs attention layers only"
+        )
+
+
+def _refuse_own_windows(model: PreTrainedModel, name: str) -> None:
+    config = model.config.get_text_config()
+    if "local" in (getattr(config, "attention_layers", None) or []):  # GPT-Neo
+        raise ModelError(
+            f"{name}: model type {config.model_type} has local layers with a mask of their own, "
+            "which knows no trees and no rows of unequal length; choose another model"
         )
 
 

@@ -73,8 +73,19 @@ class LanguageModel:
 
     @property
     def max_positions(self) -> int:
-        """The longest context, prompt and answer together."""
-        return int(getattr(self.config, "max_position_embeddings", 2**31))
+        """The longest context, prompt and answer together.
+
+        With longrope only as far as all positions turn alike: beyond, a forward turns every token
+        by its furthest one, so that a guess or a longer row would change what others say.
+        """
+        longest = getattr(self.config, "max_position_embeddings", None) or 2**31
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            inside = getattr(self.config, "original_max_position_embeddings", None)
+            longest = min(
+                longest, rope.get("original_max_position_embeddings") or inside or longest
+            )
+        return int(longest)
 
     def decoder_prompt(self, prompt: Sequence[int]) -> Sequence[int]:
         """What the decoder itself reads before it answers a prompt: here all of it."""

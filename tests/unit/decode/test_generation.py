@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from decoding_case import (
@@ -178,7 +179,36 @@ def test_a_model_that_was_moved_behind_the_back_of_a_method_is_refused(name):
         answer_of(method, case.prompt, 4)
 
 
-@pytest.mark.parametrize("seeds", [[0, 2**64], [0, 1.5]])
+@every_method
+def test_positions_never_reach_where_longrope_would_turn_all_of_them_anew(name):
+    """Beyond it, a block that reaches further or a longer row would change what is said."""
+    rope = dict(
+        rope_type="longrope",
+        rope_theta=1e4,
+        short_factor=[1.0] * 4,
+        long_factor=[4.0] * 4,
+        original_max_position_embeddings=32,
+    )
+    case = Case(
+        make_llama(max_position_embeddings=128, rope_parameters=rope), random_ids(10), ahead=0
+    )
+    method = case.method(name)
+    assert method.max_positions == 32
+    found = answer_of(method, case.prompt, 100)
+    assert found.ids == case.expected(32 - 10)
+
+
+def test_numbers_of_numpy_are_numbers(case):
+    method, sampling = case.method("plain"), Sampling(temperature=1.0)
+    settings = dict(end_ids=(), sampling=sampling)
+    found = generate_batch(
+        method, [case.prompt], max_new_tokens=np.int64(5), seeds=np.array([3]), **settings
+    )
+    again = generate_batch(method, [case.prompt], max_new_tokens=5, seeds=[3], **settings)
+    assert found[0].ids == again[0].ids
+
+
+@pytest.mark.parametrize("seeds", [[0, 2**64], [0, 1.5], [0, None]])
 def test_a_seed_that_is_none_is_refused(case, seeds):
     with pytest.raises(DataError, match="a seed must be a whole number of 64 bits, got"):
         generate_batch(

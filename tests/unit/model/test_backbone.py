@@ -114,6 +114,7 @@ def test_a_template_that_refuses_says_why():
         ("FalconH1", {"mamba_d_ssm": 32, "mamba_n_heads": 4}, "layers of type hybrid"),
         ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of type lfm2"),
         ("Rwkv", {}, "layers of type rwkv"),
+        ("GPTNeo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "local"),
     ],
 )
 def test_models_that_cannot_be_served_are_refused(name, settings, message):
