@@ -12,6 +12,8 @@ from medusa_train.model.language_model import LanguageModel
 from medusa_train.ops.accept import NO_TOKEN
 from medusa_train.ops.tree import chain_tree
 
+GAMMA = 10  # guesses of a step at most, where nobody says otherwise
+
 
 class Lookup(Method):
     """Guesses up to `gamma` tokens that followed the newest n-gram where it last stood."""
@@ -20,7 +22,7 @@ class Lookup(Method):
         self,
         model: LanguageModel,
         *,
-        gamma: int = 10,
+        gamma: int = GAMMA,
         longest_ngram: int = 3,
         compiled: bool = False,
     ) -> None:

@@ -27,16 +27,14 @@ class Traits:
     temperature: float = 0.0
 
 
-PLAIN_TRAITS = Traits(
-    adds=AddedWeights(
-        architecture="the backbone alone",
-        parameters=0,
-        bytes=0,
-        training_tokens=0,
-        training_seconds=0.0,
-    ),
-    depth=0,
-)
+def no_weights(architecture: str) -> AddedWeights:
+    """What a method without weights of its own adds to the backbone."""
+    return AddedWeights(
+        architecture=architecture, parameters=0, bytes=0, training_tokens=0, training_seconds=0.0
+    )
+
+
+PLAIN_TRAITS = Traits(adds=no_weights("the backbone alone"), depth=0)
 
 
 @dataclass(frozen=True, kw_only=True)

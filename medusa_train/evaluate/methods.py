@@ -1,30 +1,22 @@
 """The methods that a run measures, by the names they have in its results."""
 
 from collections.abc import Mapping
-from inspect import signature
 
 from medusa_train.config.evaluation import AlsoName, EvaluateConfig
 from medusa_train.config.schema import Config
 from medusa_train.decode import DraftModel, Lookup, Medusa, Method, Plain, Sampling, Typical
 from medusa_train.decode.draft_model import MOST
 from medusa_train.decode.generation import GREEDY
+from medusa_train.decode.lookup import GAMMA as LOOKUP_GAMMA
 from medusa_train.decode.medusa import HeadGuesses
-from medusa_train.evaluate.method_result import Traits
+from medusa_train.evaluate.method_result import Traits, no_weights
 from medusa_train.evaluate.results_schema import AddedWeights, DraftInfo, HeadsInfo
 from medusa_train.model.backbone import Backbone
 from medusa_train.model.heads import MedusaHeads
 from medusa_train.model.language_model import LanguageModel
 from medusa_train.ops.tree import Tree
 
-LOOKUP_GAMMA: int = signature(Lookup).parameters["gamma"].default  # measured as the chat decodes
-
-_LOOKUP = AddedWeights(
-    architecture=f"no weights: up to {LOOKUP_GAMMA} tokens that stood behind the same n-gram",
-    parameters=0,
-    bytes=0,
-    training_tokens=0,
-    training_seconds=0.0,
-)
+_LOOKUP = no_weights(f"no weights: up to {LOOKUP_GAMMA} tokens that stood behind the same n-gram")
 
 
 def make_methods(
