@@ -16,7 +16,7 @@ from medusa_train.model.device import choose_device
 from medusa_train.model.source import resolve
 from medusa_train.parallel import World, current_world
 from medusa_train.track.lock import locked
-from medusa_train.track.manifest import Stage, read_manifest
+from medusa_train.track.manifest import Stage, is_done
 from medusa_train.track.places import MERGED_FOLDER
 from medusa_train.track.sinks import check_login
 from medusa_train.train.engine import check_launch
@@ -74,7 +74,7 @@ class Run:
             ModelError: naming the setting.
         """
         config, joint = self.config, self.layout.has("medusa2")
-        todo = {name for name in config.stages if not self._is_done(name)}
+        todo = {name for name in config.stages if not is_done(self.layout.folder(name))}
         if todo - ({"evaluate"} if joint else set()):  # that measures the model of medusa2
             resolve(config.model.name)
         if config.draft.model is not None and "draft" in todo:
@@ -86,7 +86,8 @@ class Run:
         Raises:
             ConfigError: on every process.
         """
-        if any(name != "distill" and not self._is_done(name) for name in self.config.stages):
+        tracked = (self.layout.folder(name) for name in self.config.stages if name != "distill")
+        if not all(map(is_done, tracked)):
             self.world.first(lambda: check_login(self.config.track))
 
     def check_launch(self, device: torch.device) -> None:
@@ -108,7 +109,7 @@ class Run:
 
         def opened() -> bool:
             unmerged = self._wants_merging(stage)
-            if unmerged or not self._is_done(stage.name):
+            if unmerged or not is_done(stage.folder):
                 locks.enter_context(locked(stage.folder))
             return stage.open() and not unmerged
 
@@ -127,10 +128,6 @@ class Run:
                 stage.finish(summary)
             self.world.wait()
             log.info("%s: done", stage.name)
-
-    def _is_done(self, name: str) -> bool:
-        found = read_manifest(self.layout.folder(name))
-        return found is not None and found["status"] == "done"
 
     def _wants_merging(self, stage: Stage) -> bool:
         """Whether medusa2 has yet to leave the merged backbone that is asked for now."""

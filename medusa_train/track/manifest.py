@@ -124,6 +124,12 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return found
 
 
+def is_done(folder: Path) -> bool:
+    """Whether the stage in a folder is finished."""
+    found = read_manifest(folder)
+    return found is not None and found["status"] == "done"
+
+
 def made_in(folder: Path) -> dict[str, Any] | None:
     """As `read_manifest`, but None also where a start failed before it did anything."""
     found = read_manifest(folder)
