@@ -28,7 +28,7 @@ from medusa_train.model.quantization import (
     keep_differentiable,
     quantization_settings,
 )
-from medusa_train.model.source import hub_answers, resolve
+from medusa_train.model.source import resolve
 from medusa_train.model.tiny import tiny_llama
 
 # States that a rejected draft cannot be taken out of again
@@ -146,8 +146,7 @@ def _load(
     where: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if config.revision is not None:
         where["revision"] = config.revision
-    if source.is_remote and not hub_answers():
-        where["local_files_only"] = True  # an earlier download may lie there
+    where["local_files_only"] = source.only_here()
     if source.gguf_file is not None:
         where["gguf_file"] = source.gguf_file
     extra = dict(where)

@@ -30,7 +30,7 @@ from medusa_train.errors import ModelError
 from medusa_train.model.backbone import all_end_ids, quiet_transformers
 from medusa_train.model.device import choose_device, choose_dtype
 from medusa_train.model.language_model import LanguageModel
-from medusa_train.model.source import hub_answers, resolve
+from medusa_train.model.source import resolve
 
 NAME = "sdpa_biased_by_mask"
 
@@ -181,8 +181,7 @@ def load_seq2seq(name: str, *, dtype: str = "auto", device: str = "auto") -> Seq
     source, place = resolve(name), choose_device(device)
     if source.gguf_file is not None:
         raise ModelError(f"{name}: a GGUF file; expected a hub name or a folder of transformers")
-    # Where the hub cannot be reached, an earlier download may lie here
-    where = {"local_files_only": source.is_remote and not hub_answers()}
+    where = {"local_files_only": source.only_here()}
     try:
         with quiet_transformers(bars=source.is_remote):
             tokenizer = AutoTokenizer.from_pretrained(source.location, **where)

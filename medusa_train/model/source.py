@@ -23,6 +23,10 @@ class ModelSource:
         """Whether the hub may have to be asked, which can take long."""
         return not Path(self.location).is_dir()
 
+    def only_here(self) -> bool:
+        """Whether the hub cannot be reached: only an earlier download may serve then."""
+        return self.is_remote and not hub_answers()
+
 
 def hub_answers() -> bool:
     """Whether the hub can be reached: asked once, for as long as `HF_HUB_ETAG_TIMEOUT` allows.

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from medusa_train.config.load import load
 from medusa_train.errors import ConfigError, ModelError
-from medusa_train.model import backbone as backbone_module
+from medusa_train.model import source as source_module
 from medusa_train.model.backbone import Backbone, load_backbone, quiet_transformers
 from medusa_train.model.device import choose_device, choose_dtype
 from medusa_train.model.tiny import byte_tokenizer, tiny_llama
@@ -159,7 +159,7 @@ def test_a_folder_that_cannot_be_loaded(settings, folder):
 def test_without_a_hub_what_was_downloaded_is_looked_for_and_nothing_else(
     settings, monkeypatch, caplog, tmp_path
 ):
-    monkeypatch.setattr(backbone_module, "hub_answers", lambda: False)
+    monkeypatch.setattr(source_module, "hub_answers", lambda: False)
     monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
         ModelError, match=r"model\.name=org/none cannot be loaded: .*expected a hub"
