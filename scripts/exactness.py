@@ -27,6 +27,7 @@ from rich.table import Table
 from medusa_train.config.load import load
 from medusa_train.data.prompts import encode_prompts, prompts_by_split
 from medusa_train.decode import DraftModel, Lookup, Medusa, Method, Plain, generate_batch
+from medusa_train.decode.medusa import most_ranks
 from medusa_train.errors import MedusaError
 from medusa_train.evaluate.near_ties import NEAR, gap_of
 from medusa_train.evaluate.statistics import first_difference
@@ -105,8 +106,8 @@ def methods(backbone: Backbone, kinds: dict[str, MedusaHeads]) -> Iterator[tuple
     yield "plain", Plain(backbone)
     for kind, loaded in kinds.items():
         for name, paths in trees(len(loaded)).items():
-            size = loaded.shape.head_vocab_size
-            tree = build_tree(paths, num_heads=len(loaded), max_rank=size)
+            most = most_ranks(backbone, loaded)
+            tree = build_tree(paths, num_heads=len(loaded), max_rank=most)
             yield f"medusa, {kind}, {name}", Medusa(backbone, loaded, tree)
     _, draft = cut_draft(backbone, 3)
     yield "draft model, gamma 3", DraftModel(backbone, draft, gamma=3)

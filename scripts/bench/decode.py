@@ -126,16 +126,13 @@ def _overheads(case: Case) -> list[Row]:
     room = rounds * steps * (NUM_HEADS + 1) + 1
     prompt = case.prompts(1, max_new_tokens=room)[0]
     heads = decoding_heads(case.backbone)
-    methods: dict[str, Method] = {"plain": Plain(case.backbone, compiled=case.compiled)}
-    for nodes in TREE_NODES:
-        methods[f"medusa_overhead_{nodes}_nodes"] = Medusa(
-            case.backbone, heads, bushy_tree(case.backbone, heads, nodes), compiled=case.compiled
-        )
-    workloads = {
-        name: step_ms(method, prompt, steps=steps, room=room) for name, method in methods.items()
-    }
+    workloads = {}
+    for nodes in (0, *TREE_NODES):
+        method = tree_method(case.backbone, heads, nodes, compiled=case.compiled)
+        name = f"medusa_overhead_{nodes}_nodes"
+        workloads[name] = step_ms(method, prompt, steps=steps, room=room)
     figures = interleave(workloads, repeats=case.repeats, warmup=1)
-    plain = figures.pop("plain")
+    plain = figures.pop("medusa_overhead_0_nodes")
     return [compare(name, spent, plain, unit="ms/step") for name, spent in figures.items()]
 
 
@@ -154,6 +151,21 @@ def decoding_heads(model: LanguageModel, *, vocab_size: int = HEAD_VOCAB) -> Med
         token_map=choose_token_map([], size=vocab_size, vocab_size=model.vocab_size),
     )
     return heads.to(model.dtype).eval().requires_grad_(False)
+
+
+def tree_method(
+    model: LanguageModel, heads: MedusaHeads, nodes: int, *, compiled: bool = False
+) -> Method:
+    """Medusa with a bushy tree of so many nodes; plain decoding where there are none."""
+    if nodes == 0:
+        return Plain(model, compiled=compiled)
+    return Medusa(model, heads, bushy_tree(model, heads, nodes), compiled=compiled)
+
+
+def random_prompt(model: LanguageModel, length: int) -> list[int]:
+    """So many tokens, the same ones every time."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, model.valid_ids, (length,), generator=generator).tolist()
 
 
 def bushy_tree(model: LanguageModel, heads: MedusaHeads, nodes: int) -> Tree:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from bench.case import Case
 from bench.decode import DRAFT_LAYERS, GAMMA, bushy_tree, cut_draft, decoding_heads
 from bench.latency import head_size
-from bench.memory import memory_use, peak_bytes
+from bench.memory import MEGABYTE, memory_use, peak_bytes
 from bench.rows import Row, compare
 from medusa_train.decode import DraftModel, Medusa, Method, Plain
 from medusa_train.decode.medusa import HeadGuesses
@@ -25,7 +25,6 @@ from medusa_train.model.language_model import LanguageModel
 NODES = (4, 16, 64)
 STEPS = 4
 ROOM = 1024  # tokens of the answer
-MEGABYTE = 1e6
 
 
 def run(case: Case) -> list[Row]:

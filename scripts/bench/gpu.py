@@ -192,16 +192,13 @@ def model(place: Place, numbers: dict[str, Any]) -> None:
 def trees(place: Place, numbers: dict[str, Any]) -> None:
     """What a step costs by the nodes of the tree, over what a step of plain decoding costs."""
     from bench.case import build_case
-    from bench.decode import NUM_HEADS, bushy_tree, decoding_heads
-    from medusa_train.decode import Medusa, Method, Plain
+    from bench.decode import NUM_HEADS, decoding_heads, tree_method
     from medusa_train.evaluate.speed import step_seconds
 
     dry = place.device == "cpu"
     case = build_case(model=str(place.model), repeats=5, tiny=dry)
     heads = decoding_heads(case.backbone)
-    methods: list[Method] = [Plain(case.backbone)]
-    for nodes in TREE_NODES:
-        methods.append(Medusa(case.backbone, heads, bushy_tree(case.backbone, heads, nodes)))
+    methods = [tree_method(case.backbone, heads, nodes) for nodes in (0, *TREE_NODES)]
     repeats = 3 if dry else 60
     prompt = case.prompts(1, max_new_tokens=(repeats + 4) * (NUM_HEADS + 1))[0]
     plain, *steps = step_seconds(methods, prompt, repeats=repeats)

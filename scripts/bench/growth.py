@@ -4,8 +4,8 @@ One of the three grows while the others stay. Sides and ways to measure are thos
 """
 
 from bench.case import Case
-from bench.loss import MEGABYTE, build_training
-from bench.memory import peak_bytes
+from bench.loss import build_training
+from bench.memory import MEGABYTE, peak_bytes
 from bench.rows import Row, compare, interleave
 from medusa_train.decode.generation import clock
 

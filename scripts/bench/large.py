@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from bench.decode import NUM_HEADS, bushy_tree, decoding_heads
+from bench.decode import NUM_HEADS, decoding_heads, random_prompt, tree_method
 from bench.rows import Workload, compare, interleave
-from medusa_train.decode import Medusa, Method, Plain
+from medusa_train.decode import Method
 from medusa_train.evaluate.speed import step_clock
-from medusa_train.model.heads import MedusaHeads
 from medusa_train.model.language_model import LanguageModel
 
 NODES = (1, 8, 16, 32, 64)
@@ -57,7 +56,7 @@ def measure(device: str, numbers: dict[str, Any]) -> None:
     heads = decoding_heads(model)
     parameters = [*model.decoder.parameters(), *model.lm_head.parameters()]
     numbers |= {"parameters": sum(p.numel() for p in parameters), "context": CONTEXT}
-    make = partial(_method, model, heads)
+    make = partial(tree_method, model, heads)
     numbers |= _rows({nodes: _clock(make(nodes)) for nodes in (0, *NODES)}, "")
     if device == "cuda":
         numbers |= _rows(_compiled(make), "_compiled")
@@ -78,18 +77,9 @@ def random_model(device: str) -> LanguageModel:
     return LanguageModel(llama.get_decoder(), llama.get_output_embeddings())
 
 
-def _method(
-    model: LanguageModel, heads: MedusaHeads, nodes: int, *, compiled: bool = False
-) -> Method:
-    if nodes == 0:
-        return Plain(model, compiled=compiled)
-    return Medusa(model, heads, bushy_tree(model, heads, nodes), compiled=compiled)
-
-
 def _clock(method: Method) -> Workload:
     """Milliseconds of a step behind the context, once warmed up."""
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(0, method.model.valid_ids, (CONTEXT,), generator=generator).tolist()
+    prompt = random_prompt(method.model, CONTEXT)
     steps = WARM_STEPS + (ROUNDS + 1) * STEPS
     clock = step_clock(method, prompt, room=steps * (NUM_HEADS + 1) + 1)
     clock(WARM_STEPS)

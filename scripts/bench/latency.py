@@ -19,9 +19,8 @@ from matplotlib import pyplot
 from torch import nn
 
 from bench.case import Case
-from bench.decode import bushy_tree, decoding_heads, step_ms
+from bench.decode import decoding_heads, random_prompt, step_ms, tree_method
 from bench.rows import Row, Workload, compare, interleave
-from medusa_train.decode import Medusa, Method, Plain
 from medusa_train.decode.generation import clock
 from medusa_train.model.backbone import Backbone
 from medusa_train.model.heads import MedusaHeads
@@ -45,15 +44,15 @@ def run(case: Case) -> list[Row]:
     machine, heads = measure_machine(case), decoding_heads(case.backbone)
     rows = []
     for context in (16,) if case.tiny else CONTEXTS:
-        methods = _methods(case, heads)
+        nodes_of = (0, 1, 4) if case.tiny else (0, *NODES)
         floors = {
             nodes: 1e3
             * floor_seconds(case.backbone, heads if nodes else None, machine, nodes + 1, context)
-            for nodes in methods
+            for nodes in nodes_of
         }
         workloads = {
-            f"step_c{context}_n{nodes}": _workload(case, method, context)
-            for nodes, method in methods.items()
+            f"step_c{context}_n{nodes}": _workload(case, heads, nodes, context)
+            for nodes in nodes_of
         }
         figures = interleave(workloads, repeats=case.repeats, warmup=1)
         rows += [
@@ -63,19 +62,10 @@ def run(case: Case) -> list[Row]:
     return rows
 
 
-def _methods(case: Case, heads: MedusaHeads) -> dict[int, Method]:
-    """By nodes; plain decoding has none."""
-    methods: dict[int, Method] = {0: Plain(case.backbone, compiled=case.compiled)}
-    for nodes in (1, 4) if case.tiny else NODES:
-        tree = bushy_tree(case.backbone, heads, nodes)
-        methods[nodes] = Medusa(case.backbone, heads, tree, compiled=case.compiled)
-    return methods
-
-
-def _workload(case: Case, method: Method, context: int) -> Workload:
+def _workload(case: Case, heads: MedusaHeads, nodes: int, context: int) -> Workload:
     """Steps behind `context` random tokens."""
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(0, case.backbone.valid_ids, (context,), generator=generator).tolist()
+    method = tree_method(case.backbone, heads, nodes, compiled=case.compiled)
+    prompt = random_prompt(case.backbone, context)
     room = (case.repeats + 1) * STEPS * method.longest_block + 1
     return step_ms(method, prompt, steps=STEPS, room=room)
 

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.case import Case
-from bench.memory import peak_bytes
+from bench.memory import MEGABYTE, peak_bytes
 from bench.rows import Row, compare, interleave
 from medusa_train.data.batch import HeadBatch
 from medusa_train.decode.generation import clock
-from medusa_train.model.backbone import choose_dtype
+from medusa_train.model.device import choose_dtype
 from medusa_train.model.heads import untrained_heads
 from medusa_train.train.engine import TorchEngine
 from medusa_train.train.medusa1 import Medusa1Objective
@@ -30,7 +30,6 @@ from medusa_train.train.medusa1 import Medusa1Objective
 NUM_HEADS = 5
 HEAD_WEIGHT = 0.8
 ROWS = 4  # B
-MEGABYTE = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+MEGABYTE = 1e6
+
 
 @dataclass(frozen=True, kw_only=True)
 class Use:

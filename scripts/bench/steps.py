@@ -18,13 +18,13 @@ from torch import Tensor
 
 from bench import peer
 from bench.case import Case
-from bench.memory import peak_bytes
+from bench.memory import MEGABYTE, peak_bytes
 from bench.rows import Row, Workload, compare, interleave
 from medusa_train.data.hidden_states import HiddenSource, cached_source, online_source
 from medusa_train.data.rows import Row as DataRow
 from medusa_train.data.rows import part_path, read_split, write_part
 from medusa_train.decode.generation import clock
-from medusa_train.model.backbone import choose_dtype
+from medusa_train.model.device import choose_dtype
 from medusa_train.model.heads import MedusaHeads, untrained_heads
 from medusa_train.model.student import Student
 from medusa_train.model.vocabulary import choose_token_map
@@ -39,7 +39,6 @@ HEAD_VOCAB = 8192  # ... its reduced vocabulary
 HEAD_WEIGHT = 0.8
 MICRO_ROWS = 4  # rows at once
 ANSWERS = (32, 192)  # tokens of the shortest and of the longest possible answer
-MEGABYTE = 1e6
 
 # Forward and backward of one micro-batch: rows and scales [L] -> sums [L]
 Gradients = Callable[[Sequence[DataRow], Sequence[float]], Tensor]
