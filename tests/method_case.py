@@ -1,12 +1,21 @@
 """Every decoding method with guesses that are often right, for tests of what holds for all."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from decoding_case import TREES, OracleHeads, make_tree, mixed_ranks, noisy_draft
+from decoding_case import (
+    TREES,
+    OracleHeads,
+    answer_of,
+    make_tree,
+    mixed_ranks,
+    noisy_draft,
+    transformers_greedy,
+)
 
-from medusa_train.decode import DraftModel, Lookup, Medusa, Method, Plain
+from medusa_train.decode import DraftModel, Generation, Lookup, Medusa, Method, Plain
 from medusa_train.model.backbone import Backbone
 
+LENGTH = 24  # tokens of an answer
 METHODS = ["plain", "draft", "adaptive", "medusa", "lookup"]
 GUESSING = METHODS[1:]
 
@@ -22,6 +31,27 @@ class ToldLookup(Lookup):
             for known in self.told:
                 text.extend(known)
             text.extend([*prompt, token])
+
+
+class Case:
+    """A prompt, its true answer, and methods that are mostly right about it."""
+
+    def __init__(self, backbone: Backbone, prompt: list[int], *, ahead: int = 12) -> None:
+        """Know so many tokens more of the answer than `LENGTH`."""
+        self.backbone, self.prompt = backbone, prompt
+        self.truth = transformers_greedy(backbone, prompt, LENGTH + ahead)
+
+    def method(self, name: str) -> Method:
+        """By its name in `METHODS`."""
+        return make_method(name, self.backbone, self.prompt + self.truth, right=True)
+
+    def answer(self, name: str, length: int = LENGTH, end_ids: Collection[int] = ()) -> Generation:
+        """What a method says."""
+        return answer_of(self.method(name), self.prompt, length, end_ids=end_ids)
+
+    def expected(self, length: int = LENGTH, end_ids: Collection[int] = ()) -> list[int]:
+        """What transformers says."""
+        return transformers_greedy(self.backbone, self.prompt, length, end_ids=end_ids)
 
 
 def make_method(

@@ -5,18 +5,17 @@ import re
 from dataclasses import asdict, replace
 
 import pytest
+from results_case import results_of, tiny_model
 
 from medusa_train.decode.generation import Generation
 from medusa_train.errors import DataError
 from medusa_train.evaluate import plots
-from medusa_train.evaluate.method_result import Traits
+from medusa_train.evaluate.method_result import Traits, no_weights
 from medusa_train.evaluate.report import render_report, verdict
-from medusa_train.evaluate.results import build_results, read_results, write_results
+from medusa_train.evaluate.results import read_results, write_results
 from medusa_train.evaluate.results_schema import (
-    AddedWeights,
     DraftInfo,
     HeadsInfo,
-    ModelInfo,
     TreeInfo,
 )
 from medusa_train.evaluate.run import _headline
@@ -53,11 +52,8 @@ MEASURED = {
 }
 HEADS = HeadsInfo(architecture="2 heads", bytes=2_000_000, top1=[0.5], top5=[0.7], **COST)
 DRAFT = DraftInfo(architecture="3 layers", bytes=40_000_000, **COST)
-NOTHING = AddedWeights(
-    architecture="n-grams", parameters=0, bytes=0, training_tokens=0, training_seconds=0.0
-)
 OTHERS = {
-    "lookup": Traits(adds=NOTHING, depth=10),
+    "lookup": Traits(adds=no_weights("n-grams"), depth=10),
     "draft_adaptive": Traits(adds=DRAFT, depth=16),
     "medusa_typical": Traits(adds=HEADS, depth=2, lossy=True, temperature=0.7),
 }
@@ -66,25 +62,13 @@ OTHERS = {
 def build(*names):
     """Plain decoding, Medusa and a draft model, with these others (all if none is named)."""
     others = {name: OTHERS[name] for name in names or OTHERS}
-    return build_results(
+    return results_of(
         {name: MEASURED[name] for name in MEASURED if name not in OTHERS or name in others},
-        model=ModelInfo(
-            name="tiny",
-            dtype="float32",
-            device="cpu",
-            parameters=1,
-            bytes=4,
-            max_new_tokens=10,
-            num_prompts=PROMPTS,
-        ),
+        tiny_model(PROMPTS),
         heads=HEADS,
         draft=DRAFT,
         tree=TreeInfo(nodes=3, depth=2, paths=[[0]], chosen=[]),
-        others=others,  # pyright: ignore
-        gap=lambda *_: 1.5,
-        provenance={},
-        bootstrap_samples=100,
-        seed=0,
+        others=others,
     )
 
 

@@ -2,11 +2,11 @@ import matplotlib
 import matplotlib.image
 import numpy as np
 import pytest
+from results_case import results_of, tiny_model
 
 from medusa_train.decode.generation import Generation
 from medusa_train.evaluate import plots
-from medusa_train.evaluate.results import build_results
-from medusa_train.evaluate.results_schema import DraftInfo, HeadsInfo, ModelInfo, TreeInfo
+from medusa_train.evaluate.results_schema import DraftInfo, HeadsInfo, TreeInfo
 from medusa_train.evaluate.statistics import Measurement
 
 PROMPTS = 30
@@ -47,25 +47,12 @@ def results(medusa=True, draft=True, steps=20):
         "training_tokens": 1,
         "training_seconds": 1.0,
     }
-    return build_results(
+    return results_of(
         measured,
-        model=ModelInfo(
-            name="tiny",
-            dtype="float32",
-            device="cpu",
-            parameters=1,
-            bytes=4,
-            max_new_tokens=9,
-            num_prompts=PROMPTS,
-        ),
+        tiny_model(PROMPTS),
         heads=HeadsInfo(**weights, top1=[0.5], top5=[0.7]) if medusa else None,
         draft=DraftInfo(**weights) if draft else None,
         tree=TreeInfo(nodes=4, depth=4, paths=[[0]], chosen=[]) if medusa else None,
-        others={},
-        gap=lambda *_: 1.5,
-        provenance={},
-        bootstrap_samples=200,
-        seed=0,
     )
 
 

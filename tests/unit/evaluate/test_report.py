@@ -2,15 +2,14 @@ import re
 from dataclasses import replace
 
 import pytest
+from results_case import results_of, tiny_model
 
 from medusa_train.decode.generation import Generation
 from medusa_train.evaluate.report import render_report, verdict, write_report
-from medusa_train.evaluate.results import build_results
 from medusa_train.evaluate.results_schema import (
     BackboneChange,
     DraftInfo,
     HeadsInfo,
-    ModelInfo,
     Ratio,
     TreeInfo,
     TreeSize,
@@ -64,22 +63,12 @@ def base(*, medusa=True, draft=True):
         training_seconds=None,
     )
     size = TreeSize(nodes=8, tokens_per_step=2.25, step_ms=31.4, speedup=1.72)
-    return build_results(
+    return results_of(
         methods,
-        model=ModelInfo(
-            name="tiny",
-            dtype="bfloat16",
-            device="cpu",
-            parameters=1234,
-            bytes=5_000_000,
-            max_new_tokens=10,
-            num_prompts=PROMPTS,
-        ),
+        tiny_model(PROMPTS, dtype="bfloat16", parameters=1234, bytes=5_000_000),
         heads=heads if medusa else None,
         draft=weights if draft else None,
         tree=TreeInfo(nodes=8, depth=2, paths=[[0]], chosen=[size]) if medusa else None,
-        others={},
-        gap=lambda *_: 1.5,
         provenance={
             "time": "2025-01-01T00:00:00+00:00",
             "packages": {"torch": "2.0", "numpy": "2.4"},
@@ -87,8 +76,6 @@ def base(*, medusa=True, draft=True):
             "git": {"sha": None},
             "command": "python -m medusa_train +recipe=smoke",
         },
-        bootstrap_samples=200,
-        seed=0,
     )
 
 
